@@ -43,26 +43,18 @@ var (
 	reserved = []string{"ca", "ca-key", "server", "server-key"}
 )
 
-// checkNames returns an ErrName if a certificate cannot have one of the names.
-func checkNames(hosts []string, client string) error {
-	for _, host := range hosts {
-		if net.ParseIP(host) == nil && (!hostName.MatchString(host) || len(host) > hostBytes) {
-			return fmt.Errorf("%w: host %q; use a DNS name or an IP address, without a port", ErrName, host)
-		}
-	}
-	if !clientName.MatchString(client) || slices.Contains(reserved, client) {
-		return fmt.Errorf("%w: client %q; use up to 64 letters, digits and ._@-, but not %s", ErrName, client, strings.Join(reserved, ", "))
-	}
-	return nil
-}
-
 // WriteCertificates writes certificates to a folder: an authority's and a server's, unless
 // the folder has them, and a new one for a client. The server's is for the local names; if
 // there are hosts, it is a new one, for them too. The authority is valid for ten years, the
 // others for one. Keys are ECDSA, on P-256. It returns the names of the files written.
 func WriteCertificates(dir string, hosts []string, client string) (written []string, err error) {
-	if err := checkNames(hosts, client); err != nil {
-		return nil, err
+	for _, host := range hosts {
+		if net.ParseIP(host) == nil && (!hostName.MatchString(host) || len(host) > hostBytes) {
+			return nil, fmt.Errorf("%w: host %q; use a DNS name or an IP address, without a port", ErrName, host)
+		}
+	}
+	if !clientName.MatchString(client) || slices.Contains(reserved, client) {
+		return nil, fmt.Errorf("%w: client %q; use up to 64 letters, digits and ._@-, but not %s", ErrName, client, strings.Join(reserved, ", "))
 	}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("identity: %w", err)
@@ -80,19 +72,23 @@ func WriteCertificates(dir string, hosts []string, client string) (written []str
 			return nil, err
 		}
 	}
-	authority, key, err := openAuthority(dir)
+	authority, err := keyPair(filepath.Join(dir, AuthorityFile), filepath.Join(dir, AuthorityKeyFile))
 	if err != nil {
 		return nil, err
 	}
+	key, ok := authority.PrivateKey.(*ecdsa.PrivateKey)
+	if !ok || !authority.Leaf.IsCA {
+		return nil, fmt.Errorf("identity: %s in %s is not an authority with an ECDSA key; choose another folder", AuthorityFile, dir)
+	}
 	if len(hosts) > 0 || missing(dir, ServerFile) {
-		if err := issue("server", serverCertificate(slices.Concat(hosts, local)), authority, key); err != nil {
+		if err := issue("server", serverCertificate(slices.Concat(hosts, local)), authority.Leaf, key); err != nil {
 			return nil, err
 		}
 	}
 	if err := issue(client, &x509.Certificate{
 		Subject: pkix.Name{CommonName: client}, NotAfter: time.Now().AddDate(0, 0, validDays),
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
-	}, authority, key); err != nil {
+	}, authority.Leaf, key); err != nil {
 		return nil, err
 	}
 	return written, nil
@@ -118,19 +114,6 @@ func serverCertificate(hosts []string) *x509.Certificate {
 func missing(dir, file string) bool {
 	_, err := os.Lstat(filepath.Join(dir, file))
 	return errors.Is(err, fs.ErrNotExist)
-}
-
-// openAuthority reads the authority of a folder.
-func openAuthority(dir string) (*x509.Certificate, *ecdsa.PrivateKey, error) {
-	pair, err := keyPair(filepath.Join(dir, AuthorityFile), filepath.Join(dir, AuthorityKeyFile))
-	if err != nil {
-		return nil, nil, err
-	}
-	key, ok := pair.PrivateKey.(*ecdsa.PrivateKey)
-	if !ok || !pair.Leaf.IsCA {
-		return nil, nil, fmt.Errorf("identity: %s in %s is not an authority with an ECDSA key; choose another folder", AuthorityFile, dir)
-	}
-	return pair.Leaf, key, nil
 }
 
 // write creates a key and a certificate, signed by an authority or self-signed, and

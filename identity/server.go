@@ -333,7 +333,13 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	h.over = true
 	var p *peerInfo
 	if err == nil {
-		p = s.meet(info.(credentials.TLSInfo))
+		p = &peerInfo{TLSInfo: info.(credentials.TLSInfo)}
+		certs := p.State.PeerCertificates
+		p.client, p.State.PeerCertificates = newEvidence(certs), nil
+		clear(certs) // the connection has the same slice, and would keep them as long as it lives
+		if len(p.client.raw) > 0 {
+			_, _ = p.client.judge(current(s.Server, s.clients)) // before RPCs, which are told
+		}
 	}
 	<-s.cores
 	if err != nil {
@@ -344,18 +350,6 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 		return nil, nil, err
 	}
 	return conn, p, nil
-}
-
-// meet returns what is kept of a client, and judges its certificate before it sends RPCs.
-func (s serverCredentials) meet(info credentials.TLSInfo) *peerInfo {
-	certs := info.State.PeerCertificates
-	info.State.PeerCertificates = nil
-	p := &peerInfo{TLSInfo: info, client: newEvidence(certs)}
-	clear(certs) // the connection has the same slice, and would keep them as long as it lives
-	if len(certs) > 0 {
-		_, _ = p.client.judge(current(s.Server, s.clients)) // RPCs are told
-	}
-	return p
 }
 
 // Clone returns s.
