@@ -76,9 +76,15 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 	}
 	geo := tensor.Geometry{Size: size, ChunkBytes: int64(d.ChunkBytes)}
 	if f.announce = &d; len(f.Held) > 0 || geo.Count() > f.chunks(geo.ChunkBytes) {
+		held := f.Held
 		f.Session.Do(func(m *stream.Machine, now stream.Instant) {
-			if err = f.open(m, now); err == nil {
-				err = f.skip(m, now, d.Tensor, geo)
+			err = f.open(m, now)
+			// The chunks that the receiver has are left out before it learns of the tensor: it may
+			// acknowledge them at once.
+			for i := uint32(0); err == nil && i < geo.Count(); i++ {
+				if off, n := geo.Span(i); cover(&held, off, n) {
+					err = m.Skip(now, d.Tensor, i, i+1)
+				}
 			}
 		})
 	}
@@ -168,20 +174,6 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 		return f.Digest, nil
 	}
 	return hash.Sum(), nil
-}
-
-// skip leaves out the chunks that the receiver has, all before it learns of the tensor: it
-// may acknowledge them at once. The session is locked.
-func (f *Feed) skip(m *stream.Machine, now stream.Instant, id tensor.ID, geo tensor.Geometry) error {
-	held := f.Held
-	for i := range geo.Count() {
-		if off, n := geo.Span(i); cover(&held, off, n) {
-			if err := m.Skip(now, id, i, i+1); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
 }
 
 // pass hashes what is not sent.
