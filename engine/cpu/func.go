@@ -130,18 +130,6 @@ func (f Func) bind(c engine.Call) (b blocks.Bound, err error) {
 	return b, err
 }
 
-// whole are the inputs of a block that has all rows.
-func whole(b RowBlock) []tensor.Tensor {
-	in := make([]tensor.Tensor, len(b.In))
-	for i, data := range b.In {
-		if data == nil {
-			data = b.Whole[i]
-		}
-		in[i] = tensor.Tensor{Desc: b.Descs[i], Data: data}
-	}
-	return in
-}
-
 // model is a model of a host, which a Chain can be made of.
 type model struct {
 	engine.Model

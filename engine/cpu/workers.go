@@ -8,6 +8,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // workers are the device of a host. Blocks of all runs wait in one first-come queue; a run
@@ -248,7 +249,14 @@ func call(w *blocks.Work) (err error) {
 	if f, ok := w.Program.(RowsFunc); ok {
 		return f(w.Context(), w.RowBlock)
 	}
-	out, err := w.Program.(wholeFunc)(w.Context(), whole(w.RowBlock))
+	in := make([]tensor.Tensor, len(w.In))
+	for i, data := range w.In {
+		if data == nil {
+			data = w.Whole[i]
+		}
+		in[i] = tensor.Tensor{Desc: w.Descs[i], Data: data}
+	}
+	out, err := w.Program.(wholeFunc)(w.Context(), in)
 	if err == nil {
 		w.Give(out, nil)
 	}
