@@ -56,7 +56,7 @@ type Run struct {
 	left    []int64    // bytes of each, by input port, that Write has not been given
 	ended   bool
 
-	held sync.Map // of results taken, the functions that release them
+	held sync.Map // keys: of results taken, *func() that release them, once
 }
 
 // filling is a block that is being written.
@@ -208,26 +208,21 @@ func (r *Run) Next(ctx context.Context) (engine.Out, error) {
 	if err != nil {
 		return o, err
 	}
-	result := new(byte)
-	r.held.Store(result, o.Release)
-	o.Release = func() { r.release(result) }
-	return o, nil
-}
-
-// release releases a result, once.
-func (r *Run) release(result any) {
-	if f, held := r.held.LoadAndDelete(result); held {
-		f.(func())()
+	once := new(sync.OnceFunc(o.Release))
+	r.held.Store(once, nil)
+	o.Release = func() {
+		r.held.Delete(once)
+		(*once)()
 	}
+	return o, nil
 }
 
 // Abandon ends a run whose owner has left it, with err, and releases the results it holds.
 // After End it is a no-op.
 func (r *Run) Abandon(err error) {
-	r.held.Range(func(result, _ any) bool {
-		r.release(result)
-		return true
-	})
+	for release := range r.held.Range {
+		(*release.(*func()))()
+	}
 	_ = r.End(err) // nobody is left to report it to
 }
 
