@@ -74,8 +74,6 @@ type pushCarrier struct {
 	ended bool // of the sending side
 }
 
-func newPushCarrier(c carrier) session.Conn { return &pushCarrier{carrier: c} }
-
 // Send sends what a push consists of.
 func (p *pushCarrier) Send(f *frame.Frame, held interface{ Release() }) (err error) {
 	if f.Hello != nil {

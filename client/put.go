@@ -109,7 +109,7 @@ func (c *Client) pushAll(ctx context.Context, all []*pushed, progress func(Progr
 			continue
 		}
 		id := tensor.NewID()
-		one, err := c.oneWay(ctx, s, id, newPushCarrier)
+		one, err := c.oneWay(ctx, s, id, func(c carrier) session.Conn { return &pushCarrier{carrier: c} })
 		if err != nil {
 			return err
 		}
