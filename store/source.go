@@ -65,11 +65,9 @@ func (s *Sources) Add(name string, src Source) error {
 
 // Lookup returns the source of this name.
 func (s *Sources) Lookup(name string) (Source, bool) {
-	src, ok := s.byName.Load(name)
-	if !ok {
-		return nil, false
-	}
-	return src.(Source), true
+	src, _ := s.byName.Load(name)
+	found, ok := src.(Source)
+	return found, ok
 }
 
 // Names returns the names of all sources, sorted.
