@@ -109,8 +109,11 @@ func build(compiler string, o Options) (string, error) {
 			case ".cc":
 				args = append(args, path)
 			case ".cu":
-				twin := filepath.Base(path) + ".cc"
-				files[twin] = source(path, text)
+				twin := filepath.Base(path) + ".cc" // contains the .cu file and registers its kernels
+				files[twin] = fmt.Appendf(nil, "#include \"kernel.h\"\n#include \"shim.h\"\n#include %q\n", path)
+				for _, match := range entries.FindAllSubmatch(text, -1) {
+					files[twin] = fmt.Appendf(files[twin], "KERNEL(%s)\n", match[1])
+				}
 				args = append(args, twin)
 			}
 		}
@@ -148,15 +151,6 @@ func prune(cache, use string, now time.Time) {
 			_ = os.RemoveAll(dir) // somebody else's
 		}
 	}
-}
-
-// source returns the C++ file that contains a .cu file and registers its kernels.
-func source(path string, text []byte) []byte {
-	b := fmt.Appendf(nil, "#include \"kernel.h\"\n#include \"shim.h\"\n#include %q\n", path)
-	for _, match := range entries.FindAllSubmatch(text, -1) {
-		b = fmt.Appendf(b, "KERNEL(%s)\n", match[1])
-	}
-	return b
 }
 
 // once makes a folder under another name first, so that whoever sees it sees all of
