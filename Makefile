@@ -23,9 +23,10 @@ PEERS_PYTHON = p=$$PWD/$$(tools/python-env bench bench/python/requirements.txt) 
 BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
 	$$p -m pip --quiet install --force-reinstall --no-deps --no-index "$$(tools/wheel .cache/wheel | tail -n 1)" && set -x
 # What is linted, from python/.
-PYTHON_LINTED := . ../examples/python ../bench/python ../tools/gpu-day
+PYTHON_LINTED := . ../examples/python ../bench/python ../bench/training ../tools/gpu-day
 # Debian's Python, for torch, if it has it.
 TORCH_PYTHON = $(shell /usr/bin/python3 -c 'import torch; print("--torch-python /usr/bin/python3")' 2>/dev/null)
+TRAINING_PYTHON = $(if $(TORCH_PYTHON),/usr/bin/python3,python3)
 
 # A program that hangs shall fail a check, not hold it up.
 LIMIT := $(if $(shell command -v timeout),timeout 300)
@@ -33,7 +34,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 .DEFAULT_GOAL := check
 .PHONY: help check checks test race invariants nocgo cuda cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
-	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke stress-python stress-python-smoke \
+	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
@@ -61,6 +62,9 @@ bench-roads: ## Measure over links of 50 and 100 ms between two network namespac
 
 bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py $(TORCH_PYTHON)
+
+bench-training: ## Measure the training of a torch module of a server beside the unsplit one and torch.distributed.rpc
+	GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py
 
 bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generator through relu into a file
 	@$(BENCH_PYTHON) && $$p bench/python/memory.py
@@ -106,7 +110,7 @@ wheel-arm64: ## The same for arm64, with a static program
 ## Check (nothing in the tree is written)
 
 CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
-	python python-examples lint-python bench-python-smoke stress-python-smoke
+	python python-examples lint-python bench-python-smoke bench-training-smoke stress-python-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -183,6 +187,9 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 
 bench-python-smoke: ## Run the Python benchmarks briefly
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick
+
+bench-training-smoke: ## Run the benchmark of training briefly, if a Python here has torch
+	GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py --quick
 
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...

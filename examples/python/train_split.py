@@ -61,15 +61,15 @@ def train(network, optimizers, batches, said, after):
 
 
 def main():
-    flags = argparse.ArgumentParser(description="Train a network whose trunk is on a server.")
-    flags.add_argument("--model", choices=MODELS, default="mlp")
-    flags.add_argument("--epochs", type=int, default=3)
-    flags.add_argument("--server", metavar="ADDRESS", help="a server that trains make_trunk of this file as trunk")
-    flags.add_argument("--plot", metavar="FILE.png", help="draw the losses: unsplit wide and gray, split red on it")
-    flags.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="save checkpoints, here and on the server")
-    flags.add_argument("--resume", action="store_true", help="go on from the checkpoints in DIR")
-    flags.add_argument("--crash-at", type=int, metavar="STEP", help="kill the server and this process, to try --resume")
-    options = flags.parse_args()
+    parser = argparse.ArgumentParser(description="Train a network whose trunk is on a server.")
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--server", metavar="ADDRESS", help="a server that trains make_trunk of this file as trunk")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the losses: unsplit wide and gray, split red on it")
+    parser.add_argument("--checkpoint", type=pathlib.Path, metavar="DIR", help="save checkpoints, the server too")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in DIR")
+    parser.add_argument("--crash-at", type=int, metavar="STEP", help="kill server and client, to try --resume")
+    options = parser.parse_args()
     torch.set_num_threads(1)
 
     # A generator of its own: each forward pass through the server draws a seed from torch's.
@@ -83,10 +83,11 @@ def main():
     bottom, top = make(options.model, 0), make(options.model, 2)
     adam = torch.optim.Adam([*bottom.parameters(), *top.parameters()], lr=1e-3)
     mine = {"bottom": bottom, "top": top, "optimizer": adam}
-    more = ["--python-env", f"MODEL={options.model}"]
+    flags = ["--python-env", f"MODEL={options.model}"]
     if options.checkpoint:
-        more += ["--checkpoint", options.checkpoint, "--checkpoint-every", str(SAVE_EVERY)]
-    with server("train_split:make_trunk", *more, at=options.server) as (process, address), tf.connect(address) as client:
+        flags += ["--checkpoint", options.checkpoint, "--checkpoint-every", str(SAVE_EVERY)]
+    serving = server("train_split:make_trunk", *flags, at=options.server)
+    with serving as (process, address), tf.connect(address) as client:
         trunk = RemoteModule(client, "trunk")
 
         def after(step):
