@@ -119,10 +119,9 @@ def main():
         print(f"epoch {e + 1}: loss {mean:.4f} split, {beside:.4f} unsplit; accuracy {a:.1%} and {b:.1%}")
     if options.plot:
         plot(options.plot, [(unsplit["losses"], (190, 190, 190), 7), (split["losses"], (200, 0, 0), 2)])
-    if options.server:  # with another CPU, or more threads, it may add in another order
-        assert max(abs(a - b) for a, b in zip(split["losses"], unsplit["losses"])) < 0.1
-    else:
-        assert split == unsplit
+    # A server that others started may have another CPU, or more threads, which add in another order.
+    most = 0.1 if options.server else 0.0
+    assert max(abs(a - b) for a, b in zip(split["losses"], unsplit["losses"])) <= most
     assert options.epochs < 3 or split["accuracy"][2] >= 0.75
 
 
