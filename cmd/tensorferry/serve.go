@@ -96,7 +96,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.StringArrayVar(&c.engines.train, "train", []string{}, "let clients train the Python model `name`, a torch module;\nrepeatable")
 	f.StringVar(&c.engines.checkpoints, "checkpoint", "", "`folder` for checkpoints of the models that train,\nfrom which they go on")
 	countVar(f, &c.engines.checkpointEvery, "checkpoint-every", 100, "steps between two checkpoints")
-	f.DurationVar(&c.engines.lease, "train-lease", 30*time.Second, "how long a client that is cut off keeps others from training")
+	durationVar(f, &c.engines.lease, "train-lease", 30*time.Second, 0, "how long a client that is cut off keeps others from training")
 	f.StringArrayVar(&c.engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
 	countVar(f, &c.engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
 	c.store.text = storeMemory

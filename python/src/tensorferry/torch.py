@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional, Union
@@ -30,6 +31,7 @@ from ._train import describe, pack_tensors, unpack_tensors
 
 __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
 
+_LOOK_SECONDS = 0.2  # between two looks whether the lease is free
 _RELEASES = 64  # ids of dropped graphs that one call names
 
 
@@ -59,6 +61,10 @@ class Handle(torch.nn.Parameter):
         made: Handle = super().__new__(cls, torch.empty(0), requires_grad=False)
         made.remote, made.remote_name, made.remote_dtype, made.remote_shape = remote, name, dtype, tuple(shape)
         return made
+
+    @property
+    def grad(self) -> Any:
+        raise TypeError(f"the gradient of {self.remote_name!r} is on the server: use a RemoteOptimizer, or grad_norm")
 
     def __repr__(self) -> str:
         return f"<Handle of {self.remote_name!r}, {self.remote_dtype} {list(self.remote_shape)}>"
@@ -102,6 +108,9 @@ class RemoteModule(torch.nn.Module):
         self._there: list[float] = []  # what it last said of that
         self._pending: Optional[tuple[Call, int]] = None  # a step that was not waited for
         self._handles: Optional[list[Handle]] = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # there are no parameters, buffers or modules to look for
 
     def __repr__(self) -> str:
         return f"RemoteModule({self._remote!r} at {self._client!r})"
@@ -148,7 +157,12 @@ class RemoteModule(torch.nn.Module):
         return values[0] if len(values) == 1 else values
 
     def _run(self, part: str, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Call:
-        if part and part != "lease":
+        if part and part != "lease" and "about" not in params:
+            if not self._token:
+                raise FailedPrecondition(
+                    f"{self._remote} is not being trained here",
+                    hint="use it in `with module.training():`, or under no_grad",
+                )
             params = {**params, "lease": self._token}
         path = f"{self._remote}/{part}" if part else self._remote
         return self._client.call(
@@ -171,11 +185,6 @@ class RemoteModule(torch.nn.Module):
 
     def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], order: str = "") -> Call:
         """Begins a forward pass that keeps its graph."""
-        if not self._token:
-            raise FailedPrecondition(
-                f"{self._remote} is not being trained here",
-                hint="use it in `with module.training():`, or under no_grad",
-            )
         self._settle()
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
         if order:
@@ -332,7 +341,10 @@ class RemoteModule(torch.nn.Module):
 
     @property
     def training(self) -> Any:
-        """Whether the module is in train mode; called, it takes the lease for a with block."""
+        """Whether the module is in train mode; called, it takes the lease for a with block.
+
+        training(wait=60) waits so many seconds for a client that trains to end.
+        """
         mode = _Mode(self._mode)
         mode.lease = self._lease
         return mode
@@ -342,13 +354,26 @@ class RemoteModule(torch.nn.Module):
         self.__dict__["_mode"] = bool(mode)
 
     @contextlib.contextmanager
-    def _lease(self) -> Iterator[RemoteModule]:
+    def _lease(self, wait: float = 0.0) -> Iterator[RemoteModule]:
         if self._token:
             raise FailedPrecondition(f"{self._remote} is being trained here already")
         self._token = secrets.token_hex(16)
+        deadline = time.monotonic() + wait
         try:
-            self._step = int(self._take()[0])
+            while True:
+                try:
+                    stands = int(self._take()[0])
+                    break
+                except FailedPrecondition:
+                    if time.monotonic() >= deadline:
+                        raise
+                    time.sleep(_LOOK_SECONDS)
+            here, self._step = self._step, stands
             self._passes, self._begun, self._void, self._scale = 0, 0, "", 1.0
+            if stands < here:  # it was started anew between two turns
+                if self._on_rewind is None:
+                    raise Rewound(self._remote, stands, here)
+                self._on_rewind(stands)
             yield self
             self._settle()
         finally:
@@ -477,6 +502,9 @@ class RemoteModule(torch.nn.Module):
         return self._fetch("optimizer")
 
     def _fetch(self, what: str) -> dict[str, Any]:
+        if not self._token:
+            with self._lease():
+                return self._fetch(what)
         self._settle()
         got = self._ask("state", {"what": what})
         said = json.loads(bytes(got["about"].tolist()))["tensors"]
@@ -494,10 +522,10 @@ class RemoteModule(torch.nn.Module):
 
 
 class _Mode(int):
-    lease: Callable[[], Any]
+    lease: Callable[[float], Any]
 
-    def __call__(self) -> Any:
-        return self.lease()
+    def __call__(self, wait: float = 0.0) -> Any:
+        return self.lease(wait)
 
 
 _END = object()
