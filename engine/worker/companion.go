@@ -84,10 +84,9 @@ func (h *Host) leaveSession(life context.Context) {
 	defer h.mu.Unlock()
 	gone := &link.Gone{Head: link.Head{ID: h.sessions[life.Done()]}}
 	delete(h.sessions, life.Done())
-	for key := range h.orders {
-		if key.session == gone.ID {
-			delete(h.orders, key)
-		}
+	if o := h.orders[gone.ID]; o != nil {
+		o.release(&h.behind)
+		delete(h.orders, gone.ID)
 	}
 	for g := range h.guests {
 		g.tells = append(g.tells, gone)
@@ -95,15 +94,9 @@ func (h *Host) leaveSession(life context.Context) {
 	h.more.Broadcast()
 }
 
-// orderKey says whose blocks have an order: those of a session and a model.
-type orderKey struct {
-	session uint64
-	model   int
-}
-
-// order has blocks computed in the order that their calls say with the param "order", a text
-// SERIES.N: N begins with 0, and a block waits for all before it. Calls that a client begins
-// together would overtake each other else, and a module may have a state.
+// order has the blocks of a session computed in the order that their calls say with the param
+// "order", a text SERIES.N: N begins with 0, and a block waits for all before it. Calls that a
+// client begins together would overtake each other else, and a module may have a state.
 type order struct {
 	series  string
 	next    uint64
@@ -129,17 +122,13 @@ func (h *Host) push(w *blocks.Work) {
 		queue.Push(w)
 		return
 	}
-	key := orderKey{p.session, p.model}
-	o := h.orders[key]
-	if o == nil || o.series != p.series { // those of another series still wait for what never came
-		old := o
-		o = &order{series: p.series, waiting: make(map[uint64]*blocks.Work)}
-		h.orders[key] = o
-		if old != nil {
-			for _, late := range old.waiting {
-				queue.Push(late)
-			}
+	o := h.orders[p.session]
+	if o == nil || o.series != p.series {
+		if o != nil { // its calls still wait for what never came
+			o.release(queue)
 		}
+		o = &order{series: p.series, waiting: make(map[uint64]*blocks.Work)}
+		h.orders[p.session] = o
 	}
 	if p.turn > o.next {
 		o.waiting[p.turn] = w
@@ -149,6 +138,14 @@ func (h *Host) push(w *blocks.Work) {
 	for o.next = max(o.next, p.turn+1); o.waiting[o.next] != nil; o.next++ {
 		queue.Push(o.waiting[o.next])
 		delete(o.waiting, o.next)
+	}
+}
+
+// release puts the blocks that wait into a queue; mu is held.
+func (o *order) release(queue *blocks.Queue) {
+	for n, w := range o.waiting {
+		delete(o.waiting, n)
+		queue.Push(w)
 	}
 }
 

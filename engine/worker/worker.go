@@ -114,17 +114,17 @@ type Host struct {
 	telling sync.Mutex
 	lost    bool // guarded by telling
 
-	mu     sync.Mutex // guards all below, and what guests and programs say of it
-	more   sync.Cond  // for guests: there may be something to do
-	queue  blocks.Queue // of the model
-	behind blocks.Queue // of its companions: these wait for the model's
+	mu     sync.Mutex          // guards all below, and what guests and programs say of it
+	more   sync.Cond           // for guests: there may be something to do
+	queue  blocks.Queue        // of the model
+	behind blocks.Queue        // of its companions: these wait for the model's
 	guests map[*guest]struct{} // that are ready
 	info   *info               // as the first guest said
 	closed bool
 	kept   kept // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]uint64
-	orders      map[orderKey]*order
+	orders      map[uint64]*order // by session
 	lastSession uint64
 }
 
@@ -137,7 +137,7 @@ func Start(c Config) (*Host, error) {
 		cfg: c, heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
-		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64), orders: make(map[orderKey]*order),
+		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64), orders: make(map[uint64]*order),
 	}
 	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())

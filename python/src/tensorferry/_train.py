@@ -284,8 +284,9 @@ class Training:
         counted: dict[int, int] = {}
 
         def count(x: Any) -> None:
-            if _place(x) not in own:
-                counted[_place(x)] = _storage_bytes(x)
+            place = _place(x)
+            if place not in own and place not in counted:
+                counted[place] = _storage_bytes(x)
 
         def pack(x: Any) -> Any:
             count(x)
@@ -374,7 +375,7 @@ class Training:
 
     def step(
         self, call: Call, _: Any, lease: str, n: int, passes: int, optimizer: str, groups: str, scale: float,
-        clip_value: float, norm: bool, discard: bool, rewind: Optional[int],
+        clip_value: float, norm: bool, discard: bool, rewind: Optional[int], order: str,
     ) -> Any:  # fmt: skip
         """NAME/step."""
         self.check(call, lease)
@@ -563,7 +564,7 @@ class Training:
                  **lease, **order,
                  forward=Param(str, "", "id of the call of the forward pass"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
-            made("step", self.step, {}, state, **lease,
+            made("step", self.step, {}, state, **lease, **order,
                  n=Param(int, 0, "number of the step, 1 more than that of the last"),
                  passes=Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
                  optimizer=Param(str, "sgd", "sgd, momentum, adam or adamw"),
@@ -617,7 +618,8 @@ def _travels(y: Any, wire: Optional[torch.dtype]) -> Any:
 
 
 def _place(x: Any) -> int:
-    return int((x.untyped_storage() if hasattr(x, "untyped_storage") else x.storage()).data_ptr())
+    """Where the memory of a tensor begins, of which it may be a part."""
+    return int(x.data_ptr() - x.storage_offset() * x.element_size())
 
 
 def _storage_bytes(x: Any) -> int:

@@ -116,7 +116,8 @@ class Worker:
         self.named.clear()
         self.made.clear()
         self.block = 0
-        self.tell()  # first: what is kept is charged before another call is admitted
+        if self.training is not None and self.training.bytes > self.told["kept"]:
+            self.tell()  # first: it is charged before another call is admitted
         self.link.send(wire.encode(wire.ANSWER, message["id"], code=code, nanos=nanos, outputs=outputs, json=says))
 
     def compute(self, message: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ with tf.connect("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
@@ -32,6 +33,7 @@ from ._train import describe, pack_tensors, unpack_tensors
 __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
 
 _LOOK_SECONDS = 0.2  # between two looks whether the lease is free
+_ORDERED = ("train", "backward", "step")
 _RELEASES = 64  # ids of dropped graphs that one call names
 
 
@@ -106,7 +108,8 @@ class RemoteModule(torch.nn.Module):
         self._retain = False
         self._dropped: deque[str] = deque()  # graphs that nobody can use
         self._there: list[float] = []  # what it last said of that
-        self._pending: Optional[tuple[Call, int]] = None  # a step that was not waited for
+        self._pending: Optional[tuple[Call, int, int]] = None  # a step that was not waited for, and its passes
+        self._begin_series()
         self._handles: Optional[list[Handle]] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -135,6 +138,10 @@ class RemoteModule(torch.nn.Module):
     def _seed(self) -> int:
         return int(torch.randint(2**62, ()))
 
+    def _begin_series(self) -> None:
+        """Have the calls that follow run in their order, after those before, or without them."""
+        self._series, self._turns = secrets.token_hex(8), itertools.count()
+
     def _bind(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         if len(inputs) > len(self._inputs):
             raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; {len(inputs)} were given")
@@ -156,7 +163,7 @@ class RemoteModule(torch.nn.Module):
         values = tuple(results[n] for n in self._outputs)
         return values[0] if len(values) == 1 else values
 
-    def _run(self, part: str, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> Call:
+    def _run(self, part: str, inputs: Mapping[str, Any], params: dict[str, Any]) -> Call:
         if part and part != "lease" and "about" not in params:
             if not self._token:
                 raise FailedPrecondition(
@@ -164,15 +171,15 @@ class RemoteModule(torch.nn.Module):
                     hint="use it in `with module.training():`, or under no_grad",
                 )
             params = {**params, "lease": self._token}
+        if part in _ORDERED:
+            params["order"] = f"{self._series}.{next(self._turns)}"
         path = f"{self._remote}/{part}" if part else self._remote
         return self._client.call(
             path, inputs, params=params, timeout=self._timeout, like="torch", regions=False,
             idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
         )  # fmt: skip
 
-    def _ask(
-        self, part: str, params: Mapping[str, Any], inputs: Optional[Mapping[str, Any]] = None
-    ) -> Mapping[str, Any]:
+    def _ask(self, part: str, params: dict[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
         """Run a part, once more if the server had only forgotten who trains."""
         results: Mapping[str, Any]
         try:
@@ -183,12 +190,9 @@ class RemoteModule(torch.nn.Module):
             results = self._run(part, inputs or {}, params).result()
         return results
 
-    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], order: str = "") -> Call:
+    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> Call:
         """Begins a forward pass that keeps its graph."""
-        self._settle()
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
-        if order:
-            params["order"] = order
         if self._retain:
             params["retain"] = "true"
         if not self._mode:
@@ -202,14 +206,13 @@ class RemoteModule(torch.nn.Module):
             params["release"] = ",".join(dropped)
         return self._run("train", {n: self._sent(x) for n, x in given.items()}, params)
 
-    def _backward(self, forward: str, gradients: Mapping[str, Any], order: str = "") -> Call:
+    def _backward(self, forward: str, gradients: Mapping[str, Any]) -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
         self._begun += 1
         try:
-            params = {"forward": forward, "unused": ",".join(unused)}
-            return self._run("backward", sent, {**params, "order": order} if order else params)
+            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)})
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
@@ -230,13 +233,20 @@ class RemoteModule(torch.nn.Module):
         try:
             results: Mapping[str, Any] = call.result()
         except Error as err:
+            self._settle()  # the step before it may be what failed
             if not self._look(err):
                 raise
             results = again().result()
+        try:
+            self._settle()
+        except BaseException:
+            self._dropped.append(call.id)
+            raise
         return results
 
     def _look(self, err: Error) -> bool:
         """After an error, see where the server stands. It reports whether nothing is lost."""
+        self._begin_series()
         self._there = []
         if not isinstance(err, (FailedPrecondition, Unavailable)):
             return False
@@ -290,7 +300,6 @@ class RemoteModule(torch.nn.Module):
         yield lambda micro: self._micro(iter(micro), depth)
 
     def _micro(self, micro: Iterator[Any], depth: int) -> Iterator[Any]:
-        series, begun, back_begun = secrets.token_hex(8), 0, 0
         forwards: deque[tuple[dict[str, Any], Call]] = deque()
         backwards: deque[tuple[dict[str, Any], Call]] = deque()
 
@@ -308,14 +317,15 @@ class RemoteModule(torch.nn.Module):
                     if more:
                         given = self._bind(x if isinstance(x, tuple) else (x,), {})
                         needs = [n for n, t in given.items() if torch.is_tensor(t) and t.requires_grad]
-                        forwards.append((given, self._train(given, self._seed(), needs, f"{series}.{begun}")))
-                        begun += 1
+                        forwards.append((given, self._train(given, self._seed(), needs)))
                 if not forwards:
                     break
                 given, call = forwards.popleft()
                 try:
                     outputs = call.result()
+                    self._settle()
                 except Error as err:
+                    self._settle()
                     self._look(err)
                     raise
                 first = next(iter(given.values()))
@@ -325,8 +335,7 @@ class RemoteModule(torch.nn.Module):
                 if all(g is None for g in gradients.values()):
                     self._dropped.append(call.id)
                 else:
-                    backwards.append((given, self._backward(call.id, gradients, f"{series}.{back_begun}")))
-                    back_begun += 1
+                    backwards.append((given, self._backward(call.id, gradients)))
                 back(False)
                 while len(backwards) >= depth:
                     _push_back(backwards[0][0], self._confirmed(backwards.popleft()[1]))
@@ -335,6 +344,7 @@ class RemoteModule(torch.nn.Module):
             self._void = self._void or "a pipeline was left"
             for _, call in (*forwards, *backwards):
                 call.cancel()
+            self._begin_series()
             raise
 
     # The lease, and steps.
@@ -370,6 +380,7 @@ class RemoteModule(torch.nn.Module):
                     time.sleep(_LOOK_SECONDS)
             here, self._step = self._step, stands
             self._passes, self._begun, self._void, self._scale = 0, 0, "", 1.0
+            self._begin_series()
             if stands < here:  # it was started anew between two turns
                 if self._on_rewind is None:
                     raise Rewound(self._remote, stands, here)
@@ -386,7 +397,6 @@ class RemoteModule(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have been accumulated since the last step."""
-        self._settle()
         if self._begun or self._void:
             self._ask("step", {"discard": "true"})
         self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
@@ -408,7 +418,9 @@ class RemoteModule(torch.nn.Module):
             "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale),
             **params,
         }  # fmt: skip
-        self._pending = (self._run("step", {}, said), n)
+        self._scale = 1.0
+        self._pending = (self._run("step", {}, said), n, self._passes)
+        self._passes = self._begun = 0  # the step uses them up
         if wait:
             self._settle()
 
@@ -416,16 +428,18 @@ class RemoteModule(torch.nn.Module):
         """Wait for a step."""
         if self._pending is None:
             return
-        (call, n), self._pending = self._pending, None
+        (call, n, passes), self._pending = self._pending, None
         try:
             call.result()
         except Error as err:
             # The server knows whether the step was applied.
+            self._begin_series()
             if self._stands(err) != n:
+                if passes:
+                    self._passes = self._begun = passes
                 self._compare(err)
                 raise
-        self._step, self._scale = n, 1.0
-        self._passes = self._begun = 0
+        self._step = n
 
     def _take(self, end: bool = False) -> list[float]:
         """Take the lease, or give it up, and return what the server says of the step that stands."""
