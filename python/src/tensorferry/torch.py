@@ -15,7 +15,6 @@ with tf.connect("127.0.0.1:50051") as client:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import secrets
 import time
@@ -108,8 +107,8 @@ class RemoteModule(torch.nn.Module):
         self._retain = False
         self._dropped: deque[str] = deque()  # graphs that nobody can use
         self._there: list[float] = []  # what it last said of that
+        self._series, self._turns = "", 0  # calls of which nothing was heard when the next was begun
         self._pending: Optional[tuple[Call, int, int]] = None  # a step that was not waited for, and its passes
-        self._begin_series()
         self._handles: Optional[list[Handle]] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -138,10 +137,6 @@ class RemoteModule(torch.nn.Module):
     def _seed(self) -> int:
         return int(torch.randint(2**62, ()))
 
-    def _begin_series(self) -> None:
-        """Have the calls that follow run in their order, after those before, or without them."""
-        self._series, self._turns = secrets.token_hex(8), itertools.count()
-
     def _bind(self, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
         if len(inputs) > len(self._inputs):
             raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; {len(inputs)} were given")
@@ -163,7 +158,8 @@ class RemoteModule(torch.nn.Module):
         values = tuple(results[n] for n in self._outputs)
         return values[0] if len(values) == 1 else values
 
-    def _run(self, part: str, inputs: Mapping[str, Any], params: dict[str, Any]) -> Call:
+    def _run(self, part: str, inputs: Mapping[str, Any], params: dict[str, Any], follows: bool = False) -> Call:
+        """Begins a call. It may follow others of which nothing was heard yet, and runs after them."""
         if part and part != "lease" and "about" not in params:
             if not self._token:
                 raise FailedPrecondition(
@@ -172,7 +168,10 @@ class RemoteModule(torch.nn.Module):
                 )
             params = {**params, "lease": self._token}
         if part in _ORDERED:
-            params["order"] = f"{self._series}.{next(self._turns)}"
+            if not follows:
+                self._series, self._turns = secrets.token_hex(8), 0
+            params["order"] = f"{self._series}.{self._turns}"
+            self._turns += 1
         path = f"{self._remote}/{part}" if part else self._remote
         return self._client.call(
             path, inputs, params=params, timeout=self._timeout, like="torch", regions=False,
@@ -190,7 +189,7 @@ class RemoteModule(torch.nn.Module):
             results = self._run(part, inputs or {}, params).result()
         return results
 
-    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> Call:
+    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], follows: bool) -> Call:
         """Begins a forward pass that keeps its graph."""
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
         if self._retain:
@@ -204,15 +203,15 @@ class RemoteModule(torch.nn.Module):
         dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
         if dropped:
             params["release"] = ",".join(dropped)
-        return self._run("train", {n: self._sent(x) for n, x in given.items()}, params)
+        return self._run("train", {n: self._sent(x) for n, x in given.items()}, params, follows)
 
-    def _backward(self, forward: str, gradients: Mapping[str, Any]) -> Call:
+    def _backward(self, forward: str, gradients: Mapping[str, Any], follows: bool = False) -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
         self._begun += 1
         try:
-            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)})
+            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)}, follows)
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
@@ -228,25 +227,27 @@ class RemoteModule(torch.nn.Module):
         self._passes += 1
         return results
 
-    def _forwarded(self, call: Call, again: Callable[[], Call]) -> Mapping[str, Any]:
-        """The outputs of a forward pass, which is run again if the server has lost this client's lease alone."""
+    def _forwarded(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> tuple[str, Mapping[str, Any]]:
+        """The id and the outputs of a forward pass, which is run again if the server had only forgotten who trains."""
+        call = self._train(given, seed, needs, self._pending is not None)
         try:
-            results: Mapping[str, Any] = call.result()
+            self._settle()  # before the pass, which waits for the step
+        except BaseException:
+            call.cancel()
+            raise
+        try:
+            return self._results(call)
         except Error as err:
-            self._settle()  # the step before it may be what failed
             if not self._look(err):
                 raise
-            results = again().result()
-        try:
-            self._settle()
-        except BaseException:
-            self._dropped.append(call.id)
-            raise
-        return results
+        return self._results(self._train(given, seed, needs, False))
+
+    def _results(self, call: Call) -> tuple[str, Mapping[str, Any]]:
+        results: Mapping[str, Any] = call.result()
+        return call.id, results
 
     def _look(self, err: Error) -> bool:
         """After an error, see where the server stands. It reports whether nothing is lost."""
-        self._begin_series()
         self._there = []
         if not isinstance(err, (FailedPrecondition, Unavailable)):
             return False
@@ -300,12 +301,14 @@ class RemoteModule(torch.nn.Module):
         yield lambda micro: self._micro(iter(micro), depth)
 
     def _micro(self, micro: Iterator[Any], depth: int) -> Iterator[Any]:
-        forwards: deque[tuple[dict[str, Any], Call]] = deque()
-        backwards: deque[tuple[dict[str, Any], Call]] = deque()
+        forwards: deque[tuple[int, dict[str, Any], Call]] = deque()  # by their turns
+        backwards: deque[tuple[int, dict[str, Any], Call]] = deque()
+        turns = 0
 
-        def back(wait: bool) -> None:
-            while backwards and (wait or backwards[0][1].done()):
-                given, call = backwards.popleft()
+        def back(before: int) -> None:
+            """Takes the gradients that have come, and waits for those of passes before a turn."""
+            while backwards and (backwards[0][0] < before or backwards[0][2].done()):
+                _, given, call = backwards.popleft()
                 _push_back(given, self._confirmed(call))
 
         try:
@@ -316,16 +319,18 @@ class RemoteModule(torch.nn.Module):
                     more = x is not _END
                     if more:
                         given = self._bind(x if isinstance(x, tuple) else (x,), {})
-                        needs = [n for n, t in given.items() if torch.is_tensor(t) and t.requires_grad]
-                        forwards.append((given, self._train(given, self._seed(), needs)))
+                        needs = [n for n, t in given.items() if t.requires_grad]
+                        call = self._train(given, self._seed(), needs, turns > 0 or self._pending is not None)
+                        forwards.append((turns, given, call))
+                        turns += 1
                 if not forwards:
                     break
-                given, call = forwards.popleft()
+                turn, given, call = forwards.popleft()
+                self._settle()
+                back(turn)  # what runs before it, is heard of before it: a pass that is lost would keep it waiting
                 try:
-                    outputs = call.result()
-                    self._settle()
+                    id, outputs = self._results(call)
                 except Error as err:
-                    self._settle()
                     self._look(err)
                     raise
                 first = next(iter(given.values()))
@@ -333,18 +338,15 @@ class RemoteModule(torch.nn.Module):
                 yield self._one(leaves)
                 gradients = {n: leaf.grad for n, leaf in leaves.items()}
                 if all(g is None for g in gradients.values()):
-                    self._dropped.append(call.id)
+                    self._dropped.append(id)
                 else:
-                    backwards.append((given, self._backward(call.id, gradients)))
-                back(False)
-                while len(backwards) >= depth:
-                    _push_back(backwards[0][0], self._confirmed(backwards.popleft()[1]))
-            back(True)
+                    backwards.append((turns, given, self._backward(id, gradients, follows=True)))
+                    turns += 1
+            back(turns)
         except BaseException:
             self._void = self._void or "a pipeline was left"
-            for _, call in (*forwards, *backwards):
+            for _, _, call in (*forwards, *backwards):
                 call.cancel()
-            self._begin_series()
             raise
 
     # The lease, and steps.
@@ -380,7 +382,6 @@ class RemoteModule(torch.nn.Module):
                     time.sleep(_LOOK_SECONDS)
             here, self._step = self._step, stands
             self._passes, self._begun, self._void, self._scale = 0, 0, "", 1.0
-            self._begin_series()
             if stands < here:  # it was started anew between two turns
                 if self._on_rewind is None:
                     raise Rewound(self._remote, stands, here)
@@ -433,7 +434,6 @@ class RemoteModule(torch.nn.Module):
             call.result()
         except Error as err:
             # The server knows whether the step was applied.
-            self._begin_series()
             if self._stands(err) != n:
                 if passes:
                     self._passes = self._begun = passes
@@ -572,19 +572,9 @@ class _Through(torch.autograd.Function):
     def forward(ctx: Any, remote: RemoteModule, names: list[str], seed: int, *tensors: Any) -> Any:
         given = dict(zip(names, tensors))
         needs = [n for n, needed in zip(names, ctx.needs_input_grad[3:]) if needed]
-        call = remote._train(given, seed, needs)
-
-        def again() -> Call:
-            nonlocal call
-            call = remote._train(given, seed, needs)
-            return call
-
-        results = remote._forwarded(call, again)
-        ctx.node, ctx.names, ctx.given = (
-            _Node(remote, call.id),
-            names,
-            {n: (x.dtype, x.device) for n, x in given.items()},
-        )
+        id, results = remote._forwarded(given, seed, needs)
+        ctx.node, ctx.names = _Node(remote, id), names
+        ctx.given = {n: (x.dtype, x.device) for n, x in given.items()}
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
         ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
         ctx.set_materialize_grads(False)
