@@ -149,24 +149,36 @@ func (o *order) release(queue *blocks.Queue) {
 	}
 }
 
-// takeAll takes all blocks out that no process has begun, or those of a run; mu is held.
-func (h *Host) takeAll(run context.Context) (taken blocks.Queue) {
+// take takes the blocks of a run out that no process has begun; mu is held.
+func (h *Host) take(run context.Context) (taken blocks.Queue) {
 	for _, q := range []*blocks.Queue{&h.queue, &h.behind} {
-		some := *q
-		if run != nil {
-			some = q.Take(run)
-		} else {
-			*q = blocks.Queue{}
-		}
+		some := q.Take(run)
 		taken.Append(&some)
 	}
 	for _, o := range h.orders {
 		for n, w := range o.waiting {
-			if run == nil || w.Context() == run {
+			if w.Context() == run {
 				delete(o.waiting, n)
 				taken.Push(w)
 			}
 		}
 	}
 	return taken
+}
+
+// takeAll takes all blocks out that no process has begun; mu is held.
+func (h *Host) takeAll() (taken blocks.Queue) {
+	for _, q := range []*blocks.Queue{&h.queue, &h.behind} {
+		taken.Append(q)
+	}
+	for _, o := range h.orders {
+		o.release(&taken)
+	}
+	return taken
+}
+
+// leaveAll leaves all blocks that no process has begun to somebody else; mu is held.
+func (h *Host) leaveAll() {
+	h.queue, h.behind = blocks.Queue{}, blocks.Queue{}
+	clear(h.orders)
 }

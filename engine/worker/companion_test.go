@@ -111,13 +111,12 @@ func TestCompanionsAreServedAndToldWhoCallsThem(t *testing.T) {
 	}
 	require.Equal(t, []string{"trunk", "trunk/train", "trunk/step"}, names)
 
-	lives := [2]context.Context{}
-	var ends [2]context.CancelFunc
+	one, endOne := context.WithCancel(t.Context())
+	two, endTwo := context.WithCancel(t.Context())
 	var sessions [2]uint64
-	for i := range lives {
-		lives[i], ends[i] = context.WithCancel(t.Context())
+	for i, life := range []context.Context{one, two} {
 		for number, m := range append([]engine.Model{tr.host.Model()}, tr.host.Companions()...) {
-			end := begin(t.Context(), lives[i], m, nil)
+			end := begin(t.Context(), life, m, nil)
 			r := hear[*link.Run](t, tr)
 			require.EqualValues(t, number, r.Model)
 			var said callJSON
@@ -137,11 +136,11 @@ func TestCompanionsAreServedAndToldWhoCallsThem(t *testing.T) {
 	tr.done(r)
 	require.NoError(t, <-end)
 
-	for i := range lives {
-		ends[i]()
+	for i, leave := range []func(){endOne, endTwo} {
+		leave()
 		require.Equal(t, sessions[i], hear[*link.Gone](t, tr).ID)
 	}
-	require.Error(t, <-begin(t.Context(), lives[0], tr.host.Model(), nil), "its session has ended")
+	require.Error(t, <-begin(t.Context(), one, tr.host.Model(), nil), "its session has ended")
 }
 
 func TestASessionIsGoneAfterItsLastBlock(t *testing.T) {
@@ -166,7 +165,8 @@ func TestASessionIsGoneAfterItsLastBlock(t *testing.T) {
 	hear[*link.Gone](t, tr)
 	require.NoError(t, <-first)
 	select {
-	case <-second: // its block was not computed
+	case err := <-second: // its block was not computed
+		require.Error(t, err)
 	case m := <-tr.heard:
 		require.IsType(t, &link.End{}, m)
 	}

@@ -209,7 +209,7 @@ func (h *Host) Ended() <-chan struct{} { return h.ended }
 func (h *Host) Close() {
 	h.mu.Lock()
 	h.closed = true
-	rest := h.takeAll(nil)
+	rest := h.takeAll()
 	h.more.Broadcast()
 	h.mu.Unlock()
 	rest.End(engine.ErrClosed)
@@ -272,7 +272,7 @@ func (h *Host) Start(w *blocks.Work) {
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
 func (h *Host) Cancel(run context.Context) {
 	h.mu.Lock()
-	over := h.takeAll(run)
+	over := h.take(run)
 	for g := range h.guests {
 		rest := g.queue.Take(run)
 		over.Append(&rest)
@@ -327,7 +327,7 @@ func (h *Host) leave(g *guest, cause error) {
 	g.queue, g.begun = blocks.Queue{}, nil
 	last, closed := ready && len(h.guests) == 0, h.closed
 	if last {
-		h.takeAll(nil) // the engine takes them back
+		h.leaveAll() // the engine takes them back
 	}
 	h.mu.Unlock()
 	over.End(cause)
@@ -340,6 +340,6 @@ func (h *Host) leave(g *guest, cause error) {
 		e.Lost(cause)
 	}
 	h.mu.Lock()
-	h.takeAll(nil) // what came meanwhile
+	h.leaveAll() // what came meanwhile
 	h.mu.Unlock()
 }
