@@ -139,7 +139,7 @@ def faults(tally: Tally, n: int, seed: int) -> None:
     def disturb() -> None:
         nonlocal server
         for i in range(n):
-            while at[0] < i * STEPS_BETWEEN * 0.8 and not over.is_set() and not tally.over.is_set():
+            while at[0] < max(1, i * STEPS_BETWEEN * 0.8) and not over.is_set() and not tally.over.is_set():
                 time.sleep(0.005)
             if over.is_set() or tally.over.is_set():
                 break
