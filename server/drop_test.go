@@ -15,7 +15,7 @@ import (
 )
 
 // TestAClientThatStillWritesIsReadWhenItsRPCHasFailed: gRPC's C core forgets the status when it
-// cannot write. More than a window of it is written here.
+// cannot write. More than a window (4 MiB) of it is written here.
 func TestAClientThatStillWritesIsReadWhenItsRPCHasFailed(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) { c.Sessions, c.Transfers, c.Store = 1, 1, shelf(t, mib) })
@@ -35,7 +35,7 @@ func TestAClientThatStillWritesIsReadWhenItsRPCHasFailed(t *testing.T) {
 	} {
 		s, err := open()
 		require.NoError(t, err)
-		for i := range 128 {
+		for i := range 96 {
 			require.NoError(t, s.SendMsg(chunk), "%s: %d", name, i)
 		}
 		st := status.Convert(s.RecvMsg(new(pb.Frame)))
