@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
@@ -46,8 +47,8 @@ func (h *Host) keep(text []byte) error {
 			return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
 		}
 	}
-	k.Bytes = min(max(0, k.Bytes), h.cfg.MemoryBytes) // it is bounded by half of that
-	k.Most = min(max(0, k.Most), h.cfg.MemoryBytes/keptShare)
+	k.Bytes = min(max(0, k.Bytes), h.cfg.MemoryBytes) // it is bounded by 1/keptShare of that
+	k.Most = max(0, k.Most)
 	h.mu.Lock()
 	before := h.kept
 	h.kept = k
@@ -80,18 +81,20 @@ func (h *Host) session(life context.Context) uint64 {
 }
 
 func (h *Host) leaveSession(life context.Context) {
+	var over blocks.Queue
 	h.mu.Lock()
-	defer h.mu.Unlock()
 	gone := &link.Gone{Head: link.Head{ID: h.sessions[life.Done()]}}
 	delete(h.sessions, life.Done())
 	if o := h.orders[gone.ID]; o != nil {
-		o.release(&h.behind)
+		over = o.takeAll()
 		delete(h.orders, gone.ID)
 	}
 	for g := range h.guests {
 		g.tells = append(g.tells, gone)
 	}
 	h.more.Broadcast()
+	h.mu.Unlock()
+	over.End(errTurn)
 }
 
 // order has the blocks of a session computed in the order that their calls say with the param
@@ -100,8 +103,17 @@ func (h *Host) leaveSession(life context.Context) {
 type order struct {
 	series  string
 	next    uint64
-	waiting map[uint64]*blocks.Work
+	waiting map[uint64]turn
 }
+
+// turn is a block that waits for those before it, for turnWait: it has memory.
+type turn struct {
+	*blocks.Work
+	late *time.Timer
+}
+
+// errTurn ends a block whose turn is another's, or does not come.
+var errTurn = fmt.Errorf("%w: the call before it in its order did not come, or another has its place; begin a new series", engine.ErrPrecondition)
 
 // orderOf reads the param "order"; a text without a number has no order.
 func orderOf(text string) (series string, n uint64, err error) {
@@ -112,40 +124,71 @@ func orderOf(text string) (series string, n uint64, err error) {
 	return series, n, nil
 }
 
-// push puts a block into the queue, when its turn has come; mu is held.
-func (h *Host) push(w *blocks.Work) {
+// push puts a block into the queue, when its turn has come. It returns the blocks whose turn
+// does not come; mu is held.
+func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
 	p, queue := w.Program.(*program), &h.queue
 	if p.model != 0 {
 		queue = &h.behind
 	}
-	if p.series == "" {
+	if p.series == "" || p.session == 0 {
 		queue.Push(w)
-		return
+		return over
 	}
 	o := h.orders[p.session]
 	if o == nil || o.series != p.series {
-		if o != nil { // its calls still wait for what never came
-			o.release(queue)
+		if o != nil {
+			over = o.takeAll()
 		}
-		o = &order{series: p.series, waiting: make(map[uint64]*blocks.Work)}
+		o = &order{series: p.series, waiting: make(map[uint64]turn)}
 		h.orders[p.session] = o
 	}
+	if _, taken := o.waiting[p.turn]; taken {
+		over.Push(w)
+		return over
+	}
 	if p.turn > o.next {
-		o.waiting[p.turn] = w
-		return
+		o.waiting[p.turn] = turn{w, time.AfterFunc(h.cfg.turn, func() { h.late(o, p.turn, w) })}
+		return over
 	}
 	queue.Push(w)
-	for o.next = max(o.next, p.turn+1); o.waiting[o.next] != nil; o.next++ {
-		queue.Push(o.waiting[o.next])
-		delete(o.waiting, o.next)
+	for o.next = max(o.next, p.turn+1); ; o.next++ {
+		next := o.take(o.next)
+		if next == nil {
+			return over
+		}
+		queue.Push(next)
 	}
 }
 
-// release puts the blocks that wait into a queue; mu is held.
-func (o *order) release(queue *blocks.Queue) {
-	for n, w := range o.waiting {
+// take takes the block of a turn out, nil if none waits; mu is held.
+func (o *order) take(n uint64) *blocks.Work {
+	t, waits := o.waiting[n]
+	if waits {
+		t.late.Stop()
 		delete(o.waiting, n)
-		queue.Push(w)
+	}
+	return t.Work
+}
+
+// takeAll takes all blocks out that wait; mu is held.
+func (o *order) takeAll() (taken blocks.Queue) {
+	for n := range o.waiting {
+		taken.Push(o.take(n))
+	}
+	return taken
+}
+
+// late ends a block that has waited for too long.
+func (h *Host) late(o *order, n uint64, w *blocks.Work) {
+	h.mu.Lock()
+	waits := o.waiting[n].Work == w
+	if waits {
+		o.take(n)
+	}
+	h.mu.Unlock()
+	if waits {
+		w.End(errTurn)
 	}
 }
 
@@ -156,10 +199,9 @@ func (h *Host) take(run context.Context) (taken blocks.Queue) {
 		taken.Append(&some)
 	}
 	for _, o := range h.orders {
-		for n, w := range o.waiting {
-			if w.Context() == run {
-				delete(o.waiting, n)
-				taken.Push(w)
+		for n, t := range o.waiting {
+			if t.Context() == run {
+				taken.Push(o.take(n))
 			}
 		}
 	}
@@ -172,7 +214,8 @@ func (h *Host) takeAll() (taken blocks.Queue) {
 		taken.Append(q)
 	}
 	for _, o := range h.orders {
-		o.release(&taken)
+		some := o.takeAll()
+		taken.Append(&some)
 	}
 	return taken
 }
@@ -180,5 +223,25 @@ func (h *Host) takeAll() (taken blocks.Queue) {
 // leaveAll leaves all blocks that no process has begun to somebody else; mu is held.
 func (h *Host) leaveAll() {
 	h.queue, h.behind = blocks.Queue{}, blocks.Queue{}
+	for _, o := range h.orders {
+		o.takeAll()
+	}
 	clear(h.orders)
+}
+
+// pop returns the next block: of the model and of its companions by turns, so that neither
+// waits for more than one of the other; mu is held.
+func (h *Host) pop() *blocks.Work {
+	first, second := &h.queue, &h.behind
+	if h.companionsNext {
+		first, second = second, first
+	}
+	w := first.Pop()
+	if w == nil {
+		w = second.Pop()
+	}
+	if w != nil {
+		h.companionsNext = w.Program.(*program).model == 0
+	}
+	return w
 }

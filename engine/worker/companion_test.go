@@ -10,6 +10,7 @@ import (
 	"io"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -183,7 +184,7 @@ func TestWhatAProcessKeepsIsChargedUntilItIsGone(t *testing.T) {
 		tr.Send(&link.Kept{JSON: fmt.Appendf(nil, `{"kept":%d,"most":%d,"gauges":{"graphs":3,"lease":1}}`, bytes, most)})
 		testkit.Eventually(t, func() bool { return used() == min(max(bytes, 0), 1<<20) }, "what is kept is charged")
 	}
-	keep(600<<10, 100<<10)
+	keep(300<<10, 100<<10)
 	gauges := map[string]float64{}
 	for _, g := range tr.host.gauges() {
 		gauges[g.Name] = g.Value
@@ -194,14 +195,22 @@ func TestWhatAProcessKeepsIsChargedUntilItIsGone(t *testing.T) {
 	train := tr.host.Companions()[0]
 	end := begin(t.Context(), t.Context(), train, nil)
 	r := hear[*link.Run](t, tr)
-	require.EqualValues(t, 700<<10, used(), "what the last one has left is charged to the next")
+	require.EqualValues(t, 400<<10, used(), "what the last one has left is charged to the next")
 	tr.done(r)
 	require.NoError(t, <-end)
 
-	keep(1000<<10, 100<<10)
+	keep(450<<10, 100<<10) // only 62 KiB more are kept: others are dropped before
+	end = begin(t.Context(), t.Context(), train, nil)
+	r = hear[*link.Run](t, tr)
+	require.EqualValues(t, 512<<10, used())
+	tr.done(r)
+	require.NoError(t, <-end)
+
+	tr.host.budget.Hold(nil, 550<<10)
 	end = begin(t.Context(), t.Context(), train, nil)
 	testkit.Eventually(t, tr.host.budget.Waited, "the next forward pass waits")
 	tr.Send(&link.Kept{JSON: []byte(`{"kept":-1,"most":102400}`)})
+	tr.host.budget.Release(nil, 550<<10)
 	r = hear[*link.Run](t, tr)
 	tr.done(r)
 	require.NoError(t, <-end)
@@ -255,17 +264,22 @@ func TestCallsOfASeriesRunInTheirOrder(t *testing.T) {
 
 	stuck := order("c.9")
 	waiting(1)
-	first := order("d.0") // c goes on without what never came
-	for range 2 {
-		tr.done(hear[*link.Run](t, tr))
-	}
-	require.NoError(t, <-stuck)
+	require.ErrorIs(t, <-order("c.9"), engine.ErrPrecondition, "the place of another")
+	waiting(1)
+	first := order("d.0") // c waits for what never came
+	require.ErrorIs(t, <-stuck, engine.ErrPrecondition)
+	tr.done(hear[*link.Run](t, tr))
 	require.NoError(t, <-first)
+
+	tr.host.cfg.turn = time.Millisecond // nothing is begun that reads it
+	require.ErrorIs(t, <-order("e.1"), engine.ErrPrecondition, "nothing comes before it")
+	waiting(0)
+	tr.host.cfg.turn = turnWait
 
 	for _, bad := range []string{"1", "a.-1", ".1", "a.", "a.x", string(make([]byte, 65)) + ".1"} {
 		require.ErrorIs(t, <-order(bad), engine.ErrParam, "%q", bad)
 	}
-	stuck = order("e.1")
+	stuck = order("f.1")
 	waiting(1)
 	tr.host.Close()
 	require.ErrorIs(t, <-stuck, engine.ErrClosed)
@@ -296,7 +310,7 @@ func TestACompanionThatIsNoModelIsRefused(t *testing.T) {
 	require.ErrorContains(t, err, "a model without inputs has no rows")
 }
 
-func TestTheModelWaitsForOneBlockOfItsCompanions(t *testing.T) {
+func TestTheModelAndItsCompanionsWaitForOneBlockOfEachOther(t *testing.T) {
 	testkit.Start(t)
 	tr := newTrainer(t, keeper)
 	step := tr.host.Companions()[1]
@@ -311,7 +325,13 @@ func TestTheModelWaitsForOneBlockOfItsCompanions(t *testing.T) {
 		defer tr.host.mu.Unlock()
 		return tr.host.behind.Len() == 2 && tr.host.queue.Len() == 1
 	}, "all wait")
-	for _, next := range []uint16{0, 2, 2} {
+	ends = append(ends, begin(t.Context(), t.Context(), tr.host.Model(), nil))
+	testkit.Eventually(t, func() bool {
+		tr.host.mu.Lock()
+		defer tr.host.mu.Unlock()
+		return tr.host.queue.Len() == 2
+	}, "another waits")
+	for _, next := range []uint16{0, 2, 0, 2} {
 		tr.done(r)
 		r = hear[*link.Run](t, tr)
 		require.Equal(t, next, r.Model)

@@ -256,10 +256,7 @@ func (g *guest) next(wait bool) *blocks.Work {
 		}
 		w := g.queue.Pop()
 		if w == nil {
-			w = h.queue.Pop()
-		}
-		if w == nil {
-			w = h.behind.Pop()
+			w = h.pop()
 		}
 		switch {
 		case w == nil && !wait:

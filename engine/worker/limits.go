@@ -25,8 +25,11 @@ const (
 	saveWait = time.Minute
 	// drainWait is how long what a killed process started may keep its pipes and socket open.
 	drainWait = time.Second
-	// keptShare: what one call leaves in the process may be 1/keptShare of the memory for inputs.
-	keptShare = 4
+	// keptShare: what a process keeps between calls may be 1/keptShare of the memory for inputs;
+	// the worker of Python keeps to it.
+	keptShare = 2
+	// turnWait is how long a block waits for the calls before it in its order to come.
+	turnWait = 30 * time.Second
 	// seriesBytes is the longest name of a series of calls that have an order.
 	seriesBytes = 64
 	// lineBytes is the longest line of a worker that is logged whole.

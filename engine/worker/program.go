@@ -36,7 +36,7 @@ type program struct {
 // its session is gone.
 func (p *program) over(w *blocks.Work) error {
 	if p.life != nil && p.life.Err() != nil {
-		return context.Cause(p.life)
+		return context.Canceled
 	}
 	return context.Cause(w.Context())
 }
@@ -85,7 +85,8 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 	b := blocks.Bound{Results: blocks.Given, Program: p}
 	if d.Keeps {
 		h.mu.Lock()
-		b.Memory = []int64{h.kept.Most}
+		// More than the rest is not kept: others are dropped before.
+		b.Memory = []int64{max(0, min(h.kept.Most, h.cfg.MemoryBytes/keptShare-h.kept.Bytes))}
 		h.mu.Unlock()
 	}
 	return b, err
@@ -231,6 +232,8 @@ func failure(a *link.Answer) error {
 	switch a.Code {
 	case link.Exhausted:
 		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
+	case link.Invalid:
+		return fmt.Errorf("%w: %s", engine.ErrParam, message)
 	case link.Precondition:
 		return fmt.Errorf("%w: %s", engine.ErrPrecondition, message)
 	}

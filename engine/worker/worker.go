@@ -58,7 +58,7 @@ type Config struct {
 	Log *slog.Logger
 
 	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests
-	end                time.Duration // endWait, or saveWait
+	end, turn          time.Duration // endWait, or saveWait; turnWait
 }
 
 func (c *Config) setDefaults() {
@@ -68,7 +68,7 @@ func (c *Config) setDefaults() {
 	}
 	c.Log = cmp.Or(c.Log, slog.Default()).With(slog.String("model", c.Name))
 	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
-	c.end = endWait
+	c.end, c.turn = endWait, cmp.Or(c.turn, turnWait)
 	if c.Socket != nil { // nobody could start another guest
 		c.obey = c.block
 	}
@@ -114,14 +114,16 @@ type Host struct {
 	telling sync.Mutex
 	lost    bool // guarded by telling
 
-	mu     sync.Mutex          // guards all below, and what guests and programs say of it
-	more   sync.Cond           // for guests: there may be something to do
-	queue  blocks.Queue        // of the model
-	behind blocks.Queue        // of its companions: these wait for the model's
-	guests map[*guest]struct{} // that are ready
-	info   *info               // as the first guest said
-	closed bool
-	kept   kept // by the process, between calls
+	mu     sync.Mutex   // guards all below, and what guests and programs say of it
+	more   sync.Cond    // for guests: there may be something to do
+	queue  blocks.Queue // of the model
+	behind blocks.Queue // of its companions
+	// companionsNext: the last block was of the model.
+	companionsNext bool
+	guests         map[*guest]struct{} // that are ready
+	info           *info               // as the first guest said
+	closed         bool
+	kept           kept // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]uint64
 	orders      map[uint64]*order // by session
@@ -248,6 +250,7 @@ func (h *Host) gauges() []engine.Gauge {
 // Start implements blocks.Device.
 func (h *Host) Start(w *blocks.Work) {
 	h.mu.Lock()
+	var over blocks.Queue
 	owner, err := w.Program.(*program).owner, w.Context().Err()
 	if owner != nil {
 		err = cmp.Or(err, owner.left)
@@ -260,13 +263,14 @@ func (h *Host) Start(w *blocks.Work) {
 	case owner != nil:
 		owner.queue.Push(w)
 	default:
-		h.push(w)
+		over = h.push(w)
 	}
 	h.more.Broadcast()
 	h.mu.Unlock()
 	if err != nil {
 		w.End(err)
 	}
+	over.End(errTurn)
 }
 
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.

@@ -434,5 +434,6 @@ func (c *Conn) take(m *Take) error {
 const (
 	Deadline     uint16 = 4
 	Exhausted    uint16 = 8
+	Invalid      uint16 = 3
 	Precondition uint16 = 9
 )
