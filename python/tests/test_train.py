@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 from typing import Any, Callable, Optional
@@ -437,9 +438,14 @@ class Passes(Served):
                 optimizer.step(wait=False)
             self.assertEqual(trunk.step, 3)
             trunk(torch.randn(2, 3)).sum().backward()
-            RemoteOptimizer(trunk.parameters(), "rprop").step(wait=False)
-            with self.assertRaisesRegex(tf.Error, "no optimizer"):
+            optimizer._kind = "rprop"
+            optimizer.step(wait=False)
+            with self.assertRaisesRegex(tf.InvalidArgument, "no optimizer"):
                 trunk(torch.randn(2, 3))
+            self.assertEqual(trunk.grad_norm()[1], True)
+            optimizer._kind = "momentum"
+            optimizer.step()  # the gradients are there
+            self.assertEqual(trunk.step, 4)
 
     def test_a_tensor_modified_in_place_is_refused_as_torch_does(self) -> None:
         module = InPlace()
@@ -546,7 +552,7 @@ class Passes(Served):
         with self.assertRaisesRegex(tf.FailedPrecondition, "does not train") as caught:
             RemoteModule(client, "trunk")
         self.assertIn("--train trunk", caught.exception.hint)
-        with self.assertRaisesRegex(tf.FailedPrecondition, "no model 'trunc'"):
+        with self.assertRaisesRegex(tf.NotFound, "no model 'trunc'"):
             RemoteModule(client, "trunc")
 
     def test_state_dicts_are_loaded_whole_or_not_at_all(self) -> None:
@@ -583,6 +589,128 @@ class Passes(Served):
                     o.step()
                     s.step()
             self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight))
+
+    def test_schedulers_that_write_into_groups(self) -> None:
+        for name, options in (
+            ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}),
+            ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
+        ):
+            with self.subTest(name):
+                module = nn.Linear(3, 3)
+                _, trunk = self.serve(copy.deepcopy(module))
+                kind = torch.optim.Adam if name == "OneCycleLR" else torch.optim.SGD
+                more = {} if name == "OneCycleLR" else {"momentum": 0.9}
+                theirs, ours = (
+                    RemoteOptimizer(trunk.parameters(), kind, lr=0.1, **more),
+                    kind(module.parameters(), lr=0.1, **more),
+                )
+                schedules = [getattr(torch.optim.lr_scheduler, name)(o, **options) for o in (theirs, ours)]
+                x = torch.randn(2, 3)
+                with trunk.training():
+                    for _ in range(5):
+                        for part, o, s in ((trunk, theirs, schedules[0]), (module, ours, schedules[1])):
+                            o.zero_grad()
+                            part(x).square().sum().backward()
+                            o.step()
+                            s.step()
+                    self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight))
+
+    def test_gradients_of_inputs_alone(self) -> None:
+        module = nn.Linear(3, 3)
+        _, trunk = self.serve(copy.deepcopy(module))
+        x = torch.randn(2, 3, requires_grad=True)
+        want = torch.autograd.grad(module(x).square().sum(), x)[0]
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=1.0)
+        with trunk.training():
+            self.assertTrue(torch.equal(torch.autograd.grad(trunk(x).square().sum(), x)[0], want))
+            trunk(x).square().sum().backward(inputs=[x])
+            self.assertTrue(torch.equal(x.grad, want))
+            self.assertEqual(trunk.grad_norm(), (0.0, True))
+            trunk(x).square().sum().backward()
+            self.assertGreater(trunk.grad_norm()[0], 0)
+            optimizer.step()
+
+    def test_a_parameter_that_is_frozen(self) -> None:
+        module = nn.Linear(3, 3)
+        _, trunk = self.serve(copy.deepcopy(module))
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=1.0)
+        dict(trunk.named_parameters())["weight"].requires_grad_(False)
+        with trunk.training():
+            trunk(torch.randn(2, 3)).sum().backward()
+            optimizer.step()
+            state = trunk.state_dict()
+        self.assertTrue(torch.equal(state["weight"], module.weight))
+        self.assertFalse(torch.equal(state["bias"], module.bias))
+
+    def test_a_call_that_could_not_be_sent(self) -> None:
+        _, trunk = self.serve(nn.Linear(3, 3))
+        optimizer = RemoteOptimizer(trunk.parameters())
+        with trunk.training():
+            for wait in (True, False):
+                trunk(torch.ones(1, 3)).sum().backward()
+                optimizer.step(wait=wait)
+                with self.assertRaises(TypeError):
+                    trunk(torch.ones(1, 3).to_sparse())
+                optimizer.zero_grad()
+                trunk(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+            self.assertEqual(trunk.step, 4)
+
+    def test_integers_with_a_type_of_the_wire(self) -> None:
+        client, _ = self.serve(nn.Embedding(10, 4))
+        trunk = RemoteModule(client, "trunk", wire=torch.bfloat16)
+        with trunk.training():
+            y = trunk(torch.tensor([1, 2]))
+            self.assertEqual(y.dtype, torch.float32)
+            y.sum().backward()
+        for wrong in ("float16", torch.int8):
+            with self.assertRaisesRegex(TypeError, "no floating-point type"):
+                RemoteModule(client, "trunk", wire=wrong)
+
+    def test_what_the_module_raises_is_told_to_its_trainer(self) -> None:
+        _, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training(), self.assertRaisesRegex(tf.Error, "shapes cannot be multiplied"):
+            trunk(torch.ones(1, 4))
+        _, two = self.serve(Two())
+        with two.training(), self.assertRaisesRegex(tf.Error, "returned 3 results; declare them"):
+            two(torch.ones(1, 16))
+
+    def test_a_gradient_is_no_memory_of_the_link(self) -> None:
+        class Places(nn.Module):  # type: ignore[misc,name-defined]
+            """Its parameter's gradient is that of the output."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.place = nn.Parameter(torch.zeros(1, 64, 64))
+
+            def forward(self, x: Any) -> Any:
+                return (x + self.place).flatten(1)
+
+        client, trunk = self.serve(Places())
+        with trunk.training():
+            trunk(torch.zeros(1, 64, 64)).sum().backward()
+            for _ in range(30):
+                client.compute("trunk", torch.full((1, 64, 64), 7.0))
+            self.assertEqual(trunk.grad_norm()[0], 64.0)
+
+    def test_those_who_wait_have_the_lease_in_their_turn(self) -> None:
+        server = self.enter(tf.serve(nn.Linear(3, 3), 0, name="trunk", train=True))
+        turns: list[int] = []
+
+        def train(i: int) -> None:
+            with tf.connect(server.address) as own:
+                mine = RemoteModule(own, "trunk")
+                while len(turns) < 9:
+                    with mine.training(wait=30):
+                        turns.append(i)
+                        time.sleep(0.3)
+
+        threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertGreater(min(turns.count(i) for i in range(3)), 1, turns)
 
     def test_groups_of_parameters(self) -> None:
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
@@ -702,9 +830,15 @@ class Passes(Served):
         self.assertEqual([p.remote_shape for p in trunk.parameters()], [(3, 3), (3,)])
         with trunk.training():
             trunk(torch.randn(2, 3)).sum().backward()
-            with self.assertRaisesRegex(tf.Error, "no optimizer 'rprop'"):
-                RemoteOptimizer(trunk.parameters(), "rprop").step()
-            self.assertEqual(trunk.step, 0)
+            for kind in ("rprop", torch.optim.Rprop, 3):
+                with self.assertRaisesRegex(TypeError, "no optimizer"):
+                    RemoteOptimizer(trunk.parameters(), kind)
+            optimizer = RemoteOptimizer(trunk.parameters())
+            with self.assertRaisesRegex(TypeError, "of one RemoteModule"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+            self.assertEqual(len(optimizer.param_groups), 1)
+            with self.assertRaisesRegex(TypeError, "on the server"):
+                torch.optim.Adam(trunk.parameters()).step()
 
 
 def linear() -> Any:
@@ -745,16 +879,33 @@ class AsTorch(Served):
         _, trunk = self.serve(Broken(nn.Linear(3, 3)))
         with trunk.training():
             trunk(torch.ones(1, 3)).sum().backward()
-            with self.assertRaisesRegex(tf.Internal, "ValueError in the model's code"):
+            with self.assertRaisesRegex(tf.Internal, "ValueError: Error running optimizer."):
                 RemoteOptimizer(trunk.parameters()).step()
             self.assertEqual(trunk.step, 0)
 
     def test_options_that_the_optimizer_does_not_take(self) -> None:
-        _, trunk = self.serve(nn.Linear(3, 3))
+        client, trunk = self.serve(nn.Linear(3, 3))
         with trunk.training():
             trunk(torch.ones(1, 3)).sum().backward()
-            with self.assertRaisesRegex(tf.Error, "no optimizer 'adam' with such options"):
-                RemoteOptimizer(trunk.parameters(), "adam", nesterov=True).step()
+            with self.assertRaisesRegex(TypeError, "nesterov"):
+                RemoteOptimizer(trunk.parameters(), "adam", nesterov=True)
+            for groups, error in (
+                ('[{"nesterov": true}]', "optimizer 'adam' takes no nesterov"),
+                ('[{"lr": -1}]', "Invalid learning rate"),
+                ('[{"lr": [1]}]', "no optimizer 'adam' with such options"),
+                ('[{"lr": null}]', "no optimizer 'adam' with such options"),
+                ('[{"\\ud800": 1}]', "optimizer 'adam' takes no"),
+            ):
+                with self.subTest(groups), self.assertRaisesRegex(tf.InvalidArgument, error):
+                    said = {"lease": trunk._token, "n": 1, "optimizer": "adam", "groups": groups, "scale": 0.5}
+                    client.call("trunk/step", {}, params=said, like="torch").result()
+            before = trunk.grad_norm()
+            RemoteOptimizer(trunk.parameters(), "adam", lr=0.0, maximize=True).step()
+            self.assertEqual(before[0], 3.0**0.5 * 2, "what is refused does not scale")
+            trunk(torch.ones(1, 3)).sum().backward()
+            state = trunk.state_dict()
+            RemoteOptimizer(trunk.parameters(), "adam", lr=0.1).step()  # not maximize
+            self.assertTrue((trunk.state_dict()["bias"] < state["bias"]).all())
 
     def test_parameters_without_a_gradient_are_left_alone(self) -> None:
         module = Two()
@@ -896,6 +1047,22 @@ class Faults(Torch):
             self.assertEqual(trunk.step, 1)
             self.assertEqual(held(client)["worker_restarts"], 0)
             self.assertEqual(held(client)["graphs"], 0)
+
+    def test_a_folder_of_checkpoints_is_of_one_process(self) -> None:
+        folder = self.enter(tempfile.TemporaryDirectory())
+        self.enter(tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder))
+        with self.assertRaisesRegex(ValueError, "another process keeps its checkpoints"):
+            tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder)
+        self.assertEqual(os.listdir(folder), [])
+
+    def test_a_checkpoint_that_cannot_be_loaded_is_named(self) -> None:
+        folder = self.enter(tempfile.TemporaryDirectory())
+        for text in ("step-3.pt", "half.new"):
+            with open(os.path.join(folder, text), "wb") as f:
+                f.write(b"no checkpoint")
+        with self.assertRaisesRegex(ValueError, r"step-3.pt cannot be loaded"):
+            tf.serve(linear(), 0, name="trunk", train=True, checkpoint=folder)
+        self.assertEqual(os.listdir(folder), ["step-3.pt"])
 
     def test_two_checkpoints_are_kept(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,20 @@ from typing import Any
 
 import tensorferry as tf
 from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
+from tensorferry import _tensor
 from tensorferry._model import find, prepare
+
+
+class Copies(unittest.TestCase):
+    def test_a_tensor_is_free_as_soon_as_it_was_copied(self) -> None:
+        x = bytearray(b"1234")
+        before = sys.getrefcount(x)
+        gc.disable()
+        self.addCleanup(gc.enable)
+        source = _tensor.of(x)
+        source.write(source.address)
+        del source
+        self.assertEqual(sys.getrefcount(x), before)
 
 
 class Says(unittest.TestCase):

@@ -338,7 +338,7 @@ def _train(prepared: Prepared, module: Any, trainer: Any, options: Mapping[str, 
     from ._train import Trainer, Training
 
     training = Training(trainer or Trainer(module), prepared.device, options)
-    prepared.training, prepared.teardown = training, training.save
+    prepared.training, prepared.teardown = training, training.close
     prepared.compute = training.infer
     prepared.companions = training.companions(prepared)
 
@@ -347,11 +347,13 @@ def named_results(names: list[str], said: Any) -> list[tuple[str, Any]]:
     """What a function returned by the names of the outputs, in their order."""
     if isinstance(said, dict):
         if set(said) != set(names):
-            raise TypeError(f"the model returned {sorted(map(str, said))}, its outputs are {names}")
+            raise ModelError(f"the model returned {sorted(map(str, said))}, its outputs are {names}")
         return [(n, said[n]) for n in names]
     several = tuple(said) if isinstance(said, (tuple, list)) and len(names) > 1 else (said,)
     if len(several) != len(names):
-        raise TypeError(f"the model returned {len(several)} results, its outputs are {names}")
+        raise ModelError(f"the model returned {len(several)} results, its outputs are {names}")
+    if isinstance(several[0], tuple):
+        raise ModelError(f"the model returned {len(several[0])} results; declare them: outputs=('a', 'b')")
     return list(zip(names, several))
 
 

@@ -131,16 +131,20 @@ class Stream:
 class Source:
     """A caller's tensor. Its bytes lie at address, or it is 0 and write copies them."""
 
-    __slots__ = ("address", "dtype", "items", "keep", "like", "nbytes", "shape", "write")
+    __slots__ = ("address", "copy", "dtype", "items", "keep", "like", "nbytes", "shape")
 
     def __init__(self, dtype: int, shape: tuple[int, ...], like: Optional[Like], address: int, keep: Any):
         self.dtype, self.shape, self.like, self.address, self.keep = dtype, shape, like, address, keep
         self.nbytes = size_of(dtype, shape)
-        self.write: Callable[[int], None] = self._move
+        self.copy: Optional[Callable[[int], None]] = None  # in place of memmove
         self.items: Optional[Iterable[Any]] = None  # of a Stream
 
-    def _move(self, address: int) -> None:
-        ctypes.memmove(address, self.address, self.nbytes)
+    def write(self, address: int) -> None:
+        """Copy the bytes to an address."""
+        if self.copy is not None:
+            self.copy(address)
+        else:
+            ctypes.memmove(address, self.address, self.nbytes)
 
     def blocks(self) -> Iterator[Optional[Source]]:
         """Yield the tensor's bytes in order, as sources with an address or of at most _BLOCK_BYTES.
@@ -303,7 +307,7 @@ def _of_numpy(x: Any) -> Source:
         data = ctypes.addressof(_BYTE(x)) if flags.writeable and x.size and number not in _BITS else x.ctypes.data
         return Source(number, x.shape, _NUMPY, data, x)
     source = Source(number, x.shape, _NUMPY, 0, x)
-    source.write = lambda address: _write_numpy(x, address)
+    source.copy = lambda address: _write_numpy(x, address)
     return source
 
 
@@ -361,7 +365,7 @@ def _of_torch(x: Any) -> Source:
     if not strided or x.device.type == "meta":
         raise TypeError(f"a {x.layout} tensor on {x.device} cannot be sent; make it dense first")
     source = Source(number, tuple(x.shape), like, 0, x)
-    source.write = lambda address: _write_torch(x, address)
+    source.copy = lambda address: _write_torch(x, address)
     return source
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import inspect
 import json
 import os
@@ -25,6 +26,8 @@ from ._tensor import Like
 LEASE_SECONDS = 30.0  # how long a trainer that is cut off keeps others out
 GRAPH_SECONDS = 600.0  # the age at which a graph is dropped
 GRAPHS = 1024  # of all sessions
+WAITING_SECONDS = 1.0  # how long one who waits for the lease may say nothing
+ABOUT_BYTES = 4096  # of a description, beside twice that of the module
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
@@ -43,6 +46,12 @@ class Refused(ModelError):
     code = 9  # FAILED_PRECONDITION
 
 
+class Invalid(ModelError):
+    """A call that makes no sense."""
+
+    code = 3  # INVALID_ARGUMENT
+
+
 class Trainer:
     """How a module trains. A model may return an instance of a class of its own, with other passes or another step."""
 
@@ -50,6 +59,7 @@ class Trainer:
         self.module = module
         self.optimizer: Optional[torch.optim.Optimizer] = None
         self.said: Any = None  # what it was made of
+        self.options = ""  # that it has
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.forward(*inputs, **named)
@@ -64,49 +74,57 @@ class Trainer:
 
     def step(self, options: Mapping[str, Any]) -> None:
         """Applies the gradients. options has the name of the optimizer and its groups."""
-        groups = [dict(g) for g in options["groups"]]
-        parts = [g.pop("params", None) for g in groups]
-        made = (options["optimizer"], parts)
-        if self.optimizer is None or self.said != made:
-            known = dict(self.module.named_parameters())
-            unknown = [name for names in parts for name in names or () if name not in known]
-            if unknown:
-                raise ModelError(f"the module has no parameter {unknown[0]!r}")
-            made_by = _OPTIMIZERS.get(options["optimizer"])
-            if made_by is None:
-                raise ModelError(f"no optimizer {options['optimizer']!r}; there are {', '.join(_OPTIMIZERS)}")
-            takes = inspect.signature(made_by).parameters  # torch takes any in a group
-            wrong = [name for g in groups for name in g if name not in takes]
-            for g, names in zip(groups, parts):
-                g["params"] = [known[name] for name in names] if names is not None else list(known.values())
-            try:
-                if wrong:
-                    raise TypeError(f"it takes no {wrong[0]}")
-                self.optimizer = made_by(groups, lr=groups[0].get("lr", 0.01))
-            except (TypeError, ValueError) as err:
-                raise ModelError(f"no optimizer {options['optimizer']!r} with such options: {err}") from None
-            self.said = made
-        for have, new in zip(self.optimizer.param_groups, groups):
-            have.update({name: tuple(v) if isinstance(v, list) else v for name, v in new.items() if name != "params"})
+        assert self.optimizer is not None
         self.optimizer.step()
+
+    def prepare(self, options: Mapping[str, Any]) -> None:
+        """Has the optimizer be as options say, or raises and leaves it as it was. A step of another kind needs none."""
+        if type(self).step is not Trainer.step or self.options == (text := json.dumps(options)):
+            return
+        groups = [dict(g) for g in options["groups"]]
+        said = (options["optimizer"], [g.pop("params", None) for g in groups])
+        made = self.made(said, groups)
+        if self.said != said:
+            self.optimizer, self.said = made, said
+        assert self.optimizer is not None
+        for have, new in zip(self.optimizer.param_groups, made.param_groups):
+            have.update({name: value for name, value in new.items() if name != "params"})
+        self.options = text
+
+    def made(self, said: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """An optimizer of the kind and for the parameters of said."""
+        kind, parts = said
+        known = dict(self.module.named_parameters())
+        unknown = [name for names in parts for name in names or () if name not in known]
+        if unknown:
+            raise Invalid(f"the module has no parameter {unknown[0]!r}")
+        made_by = _OPTIMIZERS.get(kind)
+        if made_by is None:
+            raise Invalid(f"no optimizer {kind!r}; there are {', '.join(_OPTIMIZERS)}")
+        takes = inspect.signature(made_by).parameters  # torch takes any in a group
+        wrong = [name for g in groups for name in g if name not in takes]
+        if wrong:
+            raise Invalid(f"optimizer {kind!r} takes no {wrong[0]}")
+        try:
+            for g, names in zip(groups, parts):
+                g.update({name: tuple(v) for name, v in g.items() if isinstance(v, list)})
+                made_by([torch.zeros(1, requires_grad=True)], **{"lr": 0.01, **g})  # torch looks at these alone
+                g["params"] = [known[name] for name in names] if names is not None else list(known.values())
+            return made_by(groups, lr=0.01)
+        except (TypeError, ValueError) as err:
+            raise Invalid(f"no optimizer {kind!r} with such options: {err}") from None
 
     def state(self) -> dict[str, Any]:
         """What the optimizer needs to go on, beside the module's own state."""
         return {"said": self.said, "optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what state returned."""
-        self.optimizer = None
+        """Goes on from what state returned, or raises and goes on as before."""
+        made = None
         if state["optimizer"] is not None:
-            name, parts = state["said"]
-            groups = state["optimizer"]["param_groups"]
-            hyper = [{k: v for k, v in g.items() if k not in ("params", "initial_lr")} for g in groups]
-            known = dict(self.module.named_parameters())
-            for g, names in zip(hyper, parts):
-                g["params"] = [known[name] for name in names] if names is not None else list(known.values())
-            self.optimizer = _OPTIMIZERS[name](hyper, lr=hyper[0]["lr"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.said = (name, parts)
+            made = self.made(state["said"], [{} for _ in state["said"][1]])
+            made.load_state_dict(state["optimizer"])
+        self.optimizer, self.said, self.options = made, state["said"], ""
 
 
 @dataclasses.dataclass
@@ -137,23 +155,49 @@ class Training:
         self.bytes = self.most = 0
         self.counts = dict.fromkeys(("used", "evicted", "expired", "missed"), 0)
         self.steps = 0
-        self.saved = -1  # the step of the last checkpoint
+        self.saved = 0  # the step of the last checkpoint; without any the module is as it was made
         self.last: tuple[str, int] = ("", 0)  # token and number of the last step
-        self.frozen = False
+        self.frozen = ""
         self.parameters = list(self.module.parameters())
-        self.needed = [p.requires_grad for p in self.parameters]
+        self.needed = {name: p.requires_grad for name, p in self.module.named_parameters()}
         self.type = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
         self.own: Optional[set[int]] = None  # where the module's tensors are, which no graph is charged for
         self.passes = 0  # backward passes since the gradients were zero
         self.void = ""  # why the gradients that are there are not to be used
-        self.token = self.principal = ""
+        self.token = ""
         self.session = 0
         self.cut = 0.0  # when the session of the lease ended; 0: it has not
+        self.line: dict[str, float] = {}  # tokens that wait for the lease, and when they last asked
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            stands = self.checkpoints()
-            if stands:
-                self.rewind(stands[-1])
+            self.lock = os.open(self.folder, os.O_RDONLY)
+            try:
+                self.resume()
+            except BaseException:
+                os.close(self.lock)
+                raise
+
+    def resume(self) -> None:
+        """Goes on from the last checkpoint, if there is one, in a folder that is this process's alone."""
+        assert self.folder is not None
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process keeps its checkpoints in {self.folder}") from None
+        for half in self.folder.glob("*.new"):
+            half.unlink()
+        stands = self.checkpoints()
+        if stands:
+            self.rewind(stands[-1])
+            print(f"goes on from step {self.steps}, of {self.folder}")
+
+    def close(self) -> None:
+        """Writes the last checkpoint."""
+        if self.folder is not None:
+            try:
+                self.save()
+            finally:
+                os.close(self.lock)
 
     def infer(self, *inputs: Any, **named: Any) -> Any:
         """The module's own model: the weights of the last step, in eval mode."""
@@ -196,20 +240,29 @@ class Training:
             self.forget(id, why)
         self.zero()
 
-    def take(self, call: Call, _: Any, token: str, end: bool) -> Any:
+    def take(self, call: Call, _: Any, token: str, end: bool, wait: bool) -> Any:
         """NAME/lease."""
         if not token:
-            raise ModelError("param token is missing: a text that only this client knows")
+            raise Invalid("param token is missing: a text that only this client knows")
+        if not call.session:
+            raise Refused("a lease is a session's, and this call has none")
+        now = time.monotonic()
+        self.line = {t: asked for t, asked in self.line.items() if now - asked < WAITING_SECONDS}
+        if wait:
+            self.line[token] = now
+        if not end and not self.held() and next(iter(self.line), token) != token:
+            raise Refused("another client waits for the lease; wait for it, too")
         if self.held() and token != self.token:
             cut = f", cut off for {time.monotonic() - self.cut:.0f} s" if self.cut else ""
             raise Refused(
-                f"another client trains{cut}; wait until it ends, or for {self.lease_seconds:.0f} s after that"
+                f"another client trains{cut}; wait until it ends, or {self.lease_seconds:.0f} s after it is cut off"
             )
         if end and token == self.token:
             self.drop("the client that trained has ended")
             self.token = ""
         elif not end:
-            self.token, self.principal, self.session, self.cut = token, call.principal, call.session, 0.0
+            self.token, self.session, self.cut = token, call.session, 0.0
+            self.line.pop(token, None)
         return self.state()
 
     def check(self, call: Call, token: str) -> None:
@@ -244,32 +297,33 @@ class Training:
             del self.reasons[next(iter(self.reasons))]
 
     def tidy(self) -> Optional[float]:
-        """Drops graphs that are too old, and returns when the next one will be."""
+        """Drops what is too old, and returns when something else will be."""
         now = time.monotonic()
-        for id, g in list(self.graphs.items()):
-            if now - g.born < GRAPH_SECONDS:
-                return g.born + GRAPH_SECONDS
-            self.forget(id, f"it was kept for {GRAPH_SECONDS:.0f} s", "expired")
-        return None
+        while self.graphs and now - next(iter(self.graphs.values())).born >= GRAPH_SECONDS:
+            self.forget(next(iter(self.graphs)), f"it was kept for {GRAPH_SECONDS:.0f} s", "expired")
+        due = [next(iter(self.graphs.values())).born + GRAPH_SECONDS] if self.graphs else []
+        if self.held() and self.cut:
+            due.append(self.cut + self.lease_seconds)
+        return min(due, default=None)
 
     def forward(
         self, call: Call, inputs: dict[str, Any], lease: str, seed: Optional[int], needs: str, retain: bool, eval: bool,
-        frozen: bool, release: str, wire: str, order: str,
+        frozen: str, release: str, wire: str, order: str,
     ) -> Any:  # fmt: skip
         """NAME/train."""
         self.check(call, lease)
         if seed is not None and not 0 <= seed < 1 << 63:
-            raise ModelError(f"seed {seed} is not between 0 and 2⁶³-1")
+            raise Invalid(f"seed {seed} is not between 0 and 2⁶³-1")
         if seed is not None:  # the same pass again: its client did not hear of the first
             for id in [id for id, g in self.graphs.items() if g.seed == seed]:
                 self.forget(id, "the pass was run again")
         if frozen != self.frozen:
-            self.frozen = frozen
-            for p, needed in zip(self.parameters, self.needed):
-                p.requires_grad_(needed and not frozen)
+            self.frozen, names = frozen, set(frozen.split(","))
+            for name, p in self.module.named_parameters():
+                p.requires_grad_(self.needed[name] and name not in names)
         self.release(release)
         if wire and wire not in _FLOATS:
-            raise ModelError(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
+            raise Invalid(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
         sent = getattr(torch, wire) if wire else None
         wanted = set(needs.split(",")) if needs != "*" else set(inputs)
         xs = {}
@@ -300,7 +354,7 @@ class Training:
             return x
 
         self.mode(not eval)
-        with torch.enable_grad(), self.seeded(seed), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with told(), torch.enable_grad(), self.seeded(seed), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             said = self.trainer.forward(**xs) if self.by_name else self.trainer.forward(*xs.values())
             outputs = dict(named_results(list(self.outputs), said))
         graph_of = {n: y for n, y in outputs.items() if torch.is_tensor(y)}
@@ -321,7 +375,7 @@ class Training:
         return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}
 
     def backward(
-        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, order: str
+        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, alone: bool, order: str
     ) -> dict[str, Any]:
         """NAME/backward."""
         self.check(call, lease)
@@ -337,25 +391,31 @@ class Training:
             if name in left or y is None or not y.requires_grad:
                 continue
             if g.shape != y.shape:
-                raise ModelError(f"gradient {name!r} is {list(g.shape)}, the output {list(y.shape)}")
+                raise Invalid(f"gradient {name!r} is {list(g.shape)}, the output {list(y.shape)}")
             ys.append(y)
-            gs.append(g.to(y.dtype))
+            gs.append(g.to(y.dtype, copy=True))  # a parameter may keep it, and g is lent
         if not graph.retain:
             self.forget(forward, "a backward pass has used it", "used")
-        for x in graph.inputs.values():
-            x.grad = None
+        xs = [x for x in graph.inputs.values() if x.requires_grad]
         try:
-            if ys:
+            if ys and alone:
+                found = torch.autograd.grad(ys, xs, gs, retain_graph=graph.retain, allow_unused=True) if xs else ()
+                for x, g in zip(xs, found):
+                    x.grad = g
+            elif ys:
                 self.trainer.backward(ys, gs, graph.retain)
-        except BaseException as err:
+        except Exception as err:
             if self.void == _MODIFIED:
                 raise ModelError(_MODIFIED) from err
             self.void = "a backward pass failed"
-            raise
-        self.passes += 1
-        if call.cancelled:
+            raise ModelError(f"{type(err).__name__}: {err}") from err
+        self.passes += not alone
+        if call.cancelled and not alone:
             self.void = "a backward pass was cancelled"
-        return {name: _travels(_gradient(x), graph.wire) for name, x in graph.inputs.items()}
+        said = {name: _travels(_gradient(x), graph.wire) for name, x in graph.inputs.items()}
+        for x in graph.inputs.values():
+            x.grad = None
+        return said
 
     def release(self, forwards: str) -> None:
         for id in filter(None, forwards.split(",")):
@@ -404,6 +464,7 @@ class Training:
                     "zero them, and run the passes since the last step again"
                 )
             options = {"optimizer": optimizer, "groups": _groups(groups)}
+            self.trainer.prepare(options)
             for g in grads:
                 if scale != 1.0:
                     g.mul_(scale)
@@ -411,11 +472,9 @@ class Training:
                     g.clamp_(-clip_value, clip_value)
             try:
                 self.trainer.step(options)
-            except ModelError:
-                raise
-            except BaseException:
+            except Exception as err:
                 self.void = "a step failed half-way"
-                raise
+                raise ModelError(f"{type(err).__name__}: {err}") from err
         self.zero()
         for id in list(self.graphs):
             self.forget(id, f"step {n} came after it", "expired")
@@ -431,7 +490,7 @@ class Training:
         if what == "model":
             return {n: t for n, t in self.module.state_dict(keep_vars=True).items() if torch.is_tensor(t)}
         if what != "optimizer":
-            raise ModelError(f"param what={what!r} is neither model nor optimizer")
+            raise Invalid(f"param what={what!r} is neither model nor optimizer")
         state = self.trainer.state()["optimizer"] or {"state": {}}
         return {
             f"{i}.{k}": torch.as_tensor(v) for i, s in state["state"].items() for k, v in s.items() if v is not None
@@ -455,20 +514,23 @@ class Training:
         have = self.tensors("model")
         want = describe(have, ())
         try:
+            if given["about"].numel() > 2 * len(json.dumps(want)) + ABOUT_BYTES:
+                raise ValueError
             got = [list(d)[:3] for d in json.loads(bytes(given["about"].tolist()))]
-        except (ValueError, TypeError):
-            raise ModelError("about is not a list of names, types and shapes, as JSON") from None
+        except (ValueError, TypeError, RecursionError):
+            raise Invalid("about is not a list of names, types and shapes, as JSON") from None
         for a, b in zip(want, got):
             if a[:3] != b:
-                raise ModelError(f"the module has {' '.join(map(str, a[:3]))}, given was {' '.join(map(str, b))}")
+                raise Invalid(f"the module has {' '.join(map(str, a[:3]))}, given was {' '.join(map(str, b))}")
         if len(want) != len(got):
-            raise ModelError(f"the module has {len(want)} tensors, given were {len(got)}")
+            raise Invalid(f"the module has {len(want)} tensors, given were {len(got)}")
         if self.graphs:
             raise Refused("graphs of forward passes are kept; run their backward passes, or release them, first")
         parts = unpack_tensors(given["y"], have)
         with torch.no_grad():
             for t, new in zip(have.values(), parts):
                 t.copy_(new)
+        self.saved = -1
         return self.state()
 
     def checkpoints(self) -> list[int]:
@@ -477,7 +539,8 @@ class Training:
 
     def save(self) -> None:
         """Writes a checkpoint, whole or not at all, and drops older ones."""
-        if self.folder is None or self.saved == self.steps:
+        assert self.folder is not None
+        if self.saved == self.steps:
             return
         state = {
             "step": self.steps, "last": self.last, "module": self.module.state_dict(),
@@ -508,7 +571,16 @@ class Training:
         stands = self.checkpoints()
         if n not in stands:
             raise Refused(f"there is no checkpoint {n}; there are {', '.join(map(str, stands)) or 'none'}")
-        state = torch.load(self.folder / f"step-{n}.pt", map_location=self.device)
+        path = self.folder / f"step-{n}.pt"
+        before = self.trainer.state()
+        try:
+            state = torch.load(path, map_location=self.device)
+            self.trainer.load(state["trainer"])
+            if describe(state["module"], ()) != describe(self.module.state_dict(), ()):
+                raise ValueError("its tensors are not those of the module")
+        except Exception as err:
+            self.trainer.load(before)
+            raise ValueError(f"checkpoint {path} cannot be loaded: {err}; without it, the one before counts") from err
         self.drop(f"the model went back to step {n}")
         self.module.load_state_dict(state["module"])
         self.own = None
@@ -557,12 +629,13 @@ class Training:
                  needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
                  retain=Param(bool, False, "keep the graph after a backward pass"),
                  eval=Param(bool, False, "in eval mode"),
-                 frozen=Param(bool, False, "without gradients of the parameters"),
+                 frozen=Param(str, "", "parameters that get no gradient, joined by commas"),
                  release=Param(str, "", "forward passes whose graphs are not needed"),
                  wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
             made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs},
                  **lease, **order,
                  forward=Param(str, "", "id of the call of the forward pass"),
+                 alone=Param(bool, False, "the gradients of the inputs alone, and none of parameters"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
             made("step", self.step, {}, state, **lease, **order,
                  n=Param(int, 0, "number of the step, 1 more than that of the last"),
@@ -578,7 +651,8 @@ class Training:
                  forwards=Param(str, "", "ids of forward passes, joined by commas")),
             made("lease", self.take, {}, state,
                  token=Param(str, "", "a text that only this client knows"),
-                 end=Param(bool, False, "give the lease up")),
+                 end=Param(bool, False, "give the lease up"),
+                 wait=Param(bool, False, "have nobody else take it before, if asked again within a second")),
             made("state", self.read, {}, {"y": octets, "about": octets}, **lease,
                  what=Param(str, "model", "model or optimizer"),
                  about=Param(bool, False, "only names, types and shapes")),
@@ -599,12 +673,23 @@ def _groups(text: str) -> list[dict[str, Any]]:
     except ValueError:
         groups = None
     if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
-        raise ModelError("param groups is not a list of objects, as JSON")
+        raise Invalid("param groups is not a list of objects, as JSON")
     for name, value in ((name, value) for g in groups for name, value in g.items()):
         parts = value if isinstance(value, list) else [value]
         if not all(part is None or isinstance(part, str if name == "params" else (int, float)) for part in parts):
-            raise ModelError(f"param groups: {name} is no number, nor a list of them")
+            raise Invalid(f"param groups: {name} is no number, nor a list of them")
     return groups
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Lets the trainer, who may read the weights, read what goes wrong, too."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as err:
+        raise ModelError(f"{type(err).__name__}: {err}") from err
 
 
 def _gradient(x: Any) -> Any:
@@ -641,7 +726,7 @@ def unpack_tensors(octets: Any, like: Mapping[str, Any]) -> list[Any]:
     """The tensors that pack_tensors made bytes of."""
     sizes = [t.numel() * t.element_size() for t in like.values()]
     if octets.numel() != sum(sizes):
-        raise ModelError(f"the tensors have {sum(sizes)} bytes, given were {octets.numel()}")
+        raise Invalid(f"the tensors have {sum(sizes)} bytes, given were {octets.numel()}")
     return [
         part.clone().view(t.dtype).reshape(t.shape) if part.numel() else torch.empty(t.shape, dtype=t.dtype)
         for part, t in zip(torch.split(octets.cpu(), sizes), like.values())

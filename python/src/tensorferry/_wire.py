@@ -221,7 +221,7 @@ def unpack_region(packet: Buffer, size: int) -> tuple[int, int, int, Extent]:
 
 def to_json(value: Any) -> bytes:
     """Return value as the JSON of a message."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
 def from_json(raw: Buffer) -> dict[str, Any]:

@@ -26,8 +26,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ._client import Call, Client
-from ._errors import Error, FailedPrecondition, Unavailable
-from ._train import describe, pack_tensors, unpack_tensors
+from ._errors import Error, FailedPrecondition, NotFound, Unavailable
+from ._train import _OPTIMIZERS, describe, pack_tensors, unpack_tensors
 
 __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
 
@@ -51,7 +51,10 @@ class Rewound(FailedPrecondition):
 
 
 class Handle(torch.nn.Parameter):
-    """A parameter of a module that is on a server: no values, but its name, shape and data type there."""
+    """A parameter of a module that is on a server: no values, but its name, shape and data type there.
+
+    requires_grad says whether backward passes leave a gradient of it there.
+    """
 
     remote: RemoteModule
     remote_name: str
@@ -59,13 +62,16 @@ class Handle(torch.nn.Parameter):
     remote_dtype: str
 
     def __new__(cls, remote: RemoteModule, name: str, dtype: str, shape: Iterable[int]) -> Handle:
-        made: Handle = super().__new__(cls, torch.empty(0), requires_grad=False)
+        made: Handle = super().__new__(cls, torch.empty(0))
         made.remote, made.remote_name, made.remote_dtype, made.remote_shape = remote, name, dtype, tuple(shape)
         return made
 
     @property
     def grad(self) -> Any:
         raise TypeError(f"the gradient of {self.remote_name!r} is on the server: use a RemoteOptimizer, or grad_norm")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("a handle is not copied: it stands for a parameter on a server")
 
     def __repr__(self) -> str:
         return f"<Handle of {self.remote_name!r}, {self.remote_dtype} {list(self.remote_shape)}>"
@@ -90,8 +96,10 @@ class RemoteModule(torch.nn.Module):
     ):
         super().__init__()
         served = {m.name: m for m in client.models()}
+        if wire not in (None, torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            raise TypeError(f"wire={wire!r} is no floating-point type of torch")
         if name not in served:
-            raise FailedPrecondition(f"the server has no model {name!r}", hint=f"it has {', '.join(sorted(served))}")
+            raise NotFound(f"the server has no model {name!r}", hint=f"it has {', '.join(sorted(served))}")
         if name + "/train" not in served:
             raise FailedPrecondition(f"model {name!r} does not train", hint=f"start the server with --train {name}")
         self._client, self._remote, self._timeout, self._wire = client, name, timeout, wire
@@ -102,7 +110,6 @@ class RemoteModule(torch.nn.Module):
         self._void = ""  # why the gradients there are not to be used
         self._passes = 0  # that were confirmed since the gradients were zero
         self._begun = 0  # that may have been
-        self._frozen = False
         self._scale = 1.0
         self._retain = False
         self._dropped: deque[str] = deque()  # graphs that nobody can use
@@ -127,12 +134,10 @@ class RemoteModule(torch.nn.Module):
             results = self._run("", {n: x.detach().contiguous() for n, x in given.items()}, {}).result()
             first = next(iter(given.values()))
             return self._one({n: self._received(y, first) for n, y in results.items()})
-        said = _Through.apply(self, list(given), self._seed(), *given.values(), self._tail())
+        # One more input, which stands for the parameters there: they need a gradient where no input does.
+        parameters = torch.empty(0, requires_grad=True)
+        said = _Through.apply(self, list(given), self._seed(), *given.values(), parameters)
         return said[0] if len(said) == 1 else said
-
-    def _tail(self) -> Any:
-        """An input that needs a gradient: the trunk's parameters do, where no input of it does."""
-        return torch.empty(0, requires_grad=True)
 
     def _seed(self) -> int:
         return int(torch.randint(2**62, ()))
@@ -151,8 +156,9 @@ class RemoteModule(torch.nn.Module):
 
     def _received(self, y: Any, x: Any) -> Any:
         """A result beside an input: on its device, and of its type if it travelled as another."""
-        both = self._wire is not None and y.is_floating_point() and x.is_floating_point()
-        return y.to(device=x.device, dtype=x.dtype if both else y.dtype)
+        if self._wire is None or y.dtype != self._wire:
+            return y.to(x.device)
+        return y.to(device=x.device, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
 
     def _one(self, results: Mapping[str, Any]) -> Any:
         values = tuple(results[n] for n in self._outputs)
@@ -164,19 +170,22 @@ class RemoteModule(torch.nn.Module):
             if not self._token:
                 raise FailedPrecondition(
                     f"{self._remote} is not being trained here",
-                    hint="use it in `with module.training():`, or under no_grad",
+                    hint="use it in `with module.training():`; the model itself answers under no_grad",
                 )
             params = {**params, "lease": self._token}
+        turn = 0
         if part in _ORDERED:
-            if not follows:
-                self._series, self._turns = secrets.token_hex(8), 0
-            params["order"] = f"{self._series}.{self._turns}"
-            self._turns += 1
+            turn, self._turns = self._turns, 0  # 0, if the call is not begun: the server may wait for it
+            if not follows or not turn:
+                self._series, turn = secrets.token_hex(8), 0
+            params["order"] = f"{self._series}.{turn}"
         path = f"{self._remote}/{part}" if part else self._remote
-        return self._client.call(
+        call = self._client.call(
             path, inputs, params=params, timeout=self._timeout, like="torch", regions=False,
             idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
         )  # fmt: skip
+        self._turns = turn + 1 if part in _ORDERED else self._turns
+        return call
 
     def _ask(self, part: str, params: dict[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
         """Run a part, once more if the server had only forgotten who trains."""
@@ -196,8 +205,9 @@ class RemoteModule(torch.nn.Module):
             params["retain"] = "true"
         if not self._mode:
             params["eval"] = "true"
-        if self._frozen:
-            params["frozen"] = "true"
+        frozen = [h.remote_name for h in self._handles or () if not h.requires_grad]
+        if frozen:
+            params["frozen"] = ",".join(frozen)
         if self._wire is not None:
             params["wire"] = str(self._wire).partition(".")[2]
         dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
@@ -205,18 +215,19 @@ class RemoteModule(torch.nn.Module):
             params["release"] = ",".join(dropped)
         return self._run("train", {n: self._sent(x) for n, x in given.items()}, params, follows)
 
-    def _backward(self, forward: str, gradients: Mapping[str, Any], follows: bool = False) -> Call:
+    def _backward(self, forward: str, gradients: Mapping[str, Any], follows: bool = False, alone: bool = False) -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
-        self._begun += 1
+        self._begun += not alone
+        params = {"forward": forward, "unused": ",".join(unused), **({"alone": "true"} if alone else {})}
         try:
-            return self._run("backward", sent, {"forward": forward, "unused": ",".join(unused)}, follows)
+            return self._run("backward", sent, params, follows)
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
 
-    def _confirmed(self, call: Call) -> Mapping[str, Any]:
+    def _confirmed(self, call: Call, alone: bool = False) -> Mapping[str, Any]:
         try:
             results: Mapping[str, Any] = call.result()
         except BaseException as err:
@@ -224,7 +235,7 @@ class RemoteModule(torch.nn.Module):
             if isinstance(err, Error):
                 self._look(err)
             raise
-        self._passes += 1
+        self._passes += not alone
         return results
 
     def _forwarded(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> tuple[str, Mapping[str, Any]]:
@@ -374,7 +385,7 @@ class RemoteModule(torch.nn.Module):
         try:
             while True:
                 try:
-                    stands = int(self._take()[0])
+                    stands = int(self._take(**({"wait": "true"} if wait else {}))[0])
                     break
                 except FailedPrecondition:
                     if time.monotonic() >= deadline:
@@ -390,7 +401,7 @@ class RemoteModule(torch.nn.Module):
             self._settle()
         finally:
             try:
-                self._take(end=True)
+                self._take(end="true")
             except (Error, ValueError):
                 pass  # it ends with the session
             self._token, self._pending = "", None
@@ -441,9 +452,9 @@ class RemoteModule(torch.nn.Module):
                 raise
         self._step = n
 
-    def _take(self, end: bool = False) -> list[float]:
+    def _take(self, **params: Any) -> list[float]:
         """Take the lease, or give it up, and return what the server says of the step that stands."""
-        said = self._run("lease", {}, {"token": self._token, **({"end": "true"} if end else {})})
+        said = self._run("lease", {}, {"token": self._token, **params})
         stands: list[float] = said.result()["y"].tolist()
         return stands
 
@@ -492,11 +503,6 @@ class RemoteModule(torch.nn.Module):
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *more: Any) -> None:
         """Load this module's part of a state dict of a module that it is a part of."""
         self.load_state_dict({n[len(prefix) :]: t for n, t in state.items() if n.startswith(prefix)})
-
-    def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
-        """Have backward passes leave the gradients of all parameters there alone, or not."""
-        self._frozen = not requires_grad
-        return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Leave the module where it is: to, cuda, half and the like are for modules of this process."""
@@ -574,6 +580,8 @@ class _Through(torch.autograd.Function):
         needs = [n for n, needed in zip(names, ctx.needs_input_grad[3:]) if needed]
         id, results = remote._forwarded(given, seed, needs)
         ctx.node, ctx.names = _Node(remote, id), names
+        with torch.enable_grad():
+            ctx.parameters = tensors[-1].view_as(tensors[-1]).grad_fn.next_functions[0][0]
         ctx.given = {n: (x.dtype, x.device) for n, x in given.items()}
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
         ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
@@ -586,8 +594,10 @@ class _Through(torch.autograd.Function):
         node, remote = ctx.node, ctx.node.remote
         if not remote._retain:
             node.used = True
-        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)))
-        got = remote._confirmed(call)
+        # torch.autograd.grad, and backward(inputs=…), leave the parameters alone.
+        alone = not torch._C._will_engine_execute_node(ctx.parameters)
+        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)), alone=alone)
+        got = remote._confirmed(call, alone)
         back = [
             got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1]) if needed else None
             for n, needed in zip(ctx.names, ctx.needs_input_grad[3:])
@@ -603,28 +613,40 @@ class RemoteOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], kind: Union[str, type] = "sgd", **options: Any):
-        self._kind = kind if isinstance(kind, str) else kind.__name__.lower()
-        options.setdefault("lr", 1e-3)
+        self._kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "").lower()
         if kind == "momentum":
             options.setdefault("momentum", 0.9)
-        super().__init__(list(params), options)
-        handles = [p for g in self.param_groups for p in g["params"]]
-        wrong = [p for p in handles if not isinstance(p, Handle)]
-        if wrong:
-            raise TypeError("a RemoteOptimizer is for the parameters of a RemoteModule; use torch's for your own")
-        self._remotes = {id(h.remote): h.remote for h in handles}
-        if len(self._remotes) != 1:
-            raise TypeError("a RemoteOptimizer is for one RemoteModule")
-        (self._module,) = self._remotes.values()
-        self._all = len(self.param_groups) == 1 and len(handles) == len(list(self._module.parameters()))
+        # What torch's own takes, and has beside what is given: schedulers look for betas.
+        made_by = _OPTIMIZERS.get(self._kind)
+        if made_by is None:
+            raise TypeError(f"no optimizer {kind!r}; there are {', '.join(_OPTIMIZERS)}")
+        options.setdefault("lr", 1e-3)
+        self._given = made_by([torch.empty(1)], lr=options["lr"]).defaults
+        self._module: Optional[RemoteModule] = None
+        self._all = False
+        super().__init__(list(params), made_by([torch.empty(1)], **options).defaults)
+        handles = sum(len(g["params"]) for g in self.param_groups)
+        assert self._module is not None
+        self._remote: RemoteModule = self._module
+        self._all = len(self.param_groups) == 1 and handles == len(list(self._remote.parameters()))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of handles, with options of its own."""
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            if not isinstance(p, Handle) or self._module not in (None, p.remote):
+                del self.param_groups[-1]
+                raise TypeError("a RemoteOptimizer is for the parameters of one RemoteModule; use torch's for your own")
+            self._module = p.remote
+        self._all = False
 
     def _groups(self) -> str:
         said = []
         for g in self.param_groups:
-            group = {k: v for k, v in g.items() if k not in ("params", "initial_lr")}
+            group = {k: g[k] for k, usual in self._given.items() if k == "lr" or g[k] != usual}
             if not self._all:
                 group["params"] = [h.remote_name for h in g["params"]]
-            said.append(group)
+            said.append({k: v.item() if torch.is_tensor(v) else v for k, v in group.items()})
         return json.dumps(said)
 
     def step(
@@ -643,14 +665,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._module._scale *= scale
-        self._module._advance(
+        self._remote._scale *= scale
+        self._remote._advance(
             self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {})
         )
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._module.zero_grad()
+        self._remote.zero_grad()
 
 
 def clip_grad_norm_(parameters: Iterable[Any], *remotes: RemoteModule, max_norm: float) -> float:
