@@ -430,9 +430,10 @@ class RemoteModule(torch.nn.Module):
             "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale),
             **params,
         }  # fmt: skip
-        self._scale = 1.0
+        self._void = "a step was interrupted"
         self._pending = (self._run("step", {}, said), n, self._passes)
         self._passes = self._begun = 0  # the step uses them up
+        self._void, self._scale = "", 1.0
         if wait:
             self._settle()
 
@@ -440,17 +441,18 @@ class RemoteModule(torch.nn.Module):
         """Wait for a step."""
         if self._pending is None:
             return
-        (call, n, passes), self._pending = self._pending, None
+        call, n, passes = self._pending
         try:
             call.result()
         except Error as err:
             # The server knows whether the step was applied.
+            self._pending = None
             if self._stands(err) != n:
                 if passes:
                     self._passes = self._begun = passes
                 self._compare(err)
                 raise
-        self._step = n
+        self._step, self._pending = n, None  # where Ctrl-C comes before, the next use asks again
 
     def _take(self, **params: Any) -> list[float]:
         """Take the lease, or give it up, and return what the server says of the step that stands."""
