@@ -122,7 +122,7 @@ def main():
     # A server that others started may have another CPU, or more threads, which add in another order.
     most = 0.1 if options.server else 0.0
     assert max(abs(a - b) for a, b in zip(split["losses"], unsplit["losses"])) <= most
-    assert options.epochs < 3 or split["accuracy"][2] >= 0.75
+    assert options.epochs < 3 or split["accuracy"][2] >= 0.7
 
 
 if __name__ == "__main__":
