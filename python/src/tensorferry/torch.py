@@ -198,7 +198,7 @@ class RemoteModule(torch.nn.Module):
             results = self._run(part, inputs or {}, params).result()
         return results
 
-    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], follows: bool) -> Call:
+    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], follows: bool = False) -> Call:
         """Begins a forward pass that keeps its graph."""
         params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
         if self._retain:
@@ -251,7 +251,7 @@ class RemoteModule(torch.nn.Module):
         except Error as err:
             if not self._look(err):
                 raise
-        return self._results(self._train(given, seed, needs, False))
+        return self._results(self._train(given, seed, needs))
 
     def _results(self, call: Call) -> tuple[str, Mapping[str, Any]]:
         results: Mapping[str, Any] = call.result()
