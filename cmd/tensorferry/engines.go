@@ -165,11 +165,13 @@ func (e *engines) python(text string) error {
 		return hinted{fmt.Errorf("--python %s: %w", text, err), "install python3, or set " + pythonEnv + " to an interpreter that has the tensorferry package"}
 	}
 	command := []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor)}
+	// What is for models that train, each gets: it may declare that it does.
+	command = append(command, "--lease", strconv.FormatFloat(e.cfg.lease.Seconds(), 'f', -1, 64), "--checkpoint-every", strconv.Itoa(e.cfg.checkpointEvery))
+	if e.cfg.checkpoints != "" {
+		command = append(command, "--checkpoint", filepath.Join(e.cfg.checkpoints, name))
+	}
 	if slices.Contains(e.cfg.train, name) {
-		command = append(command, "--train", "--lease", strconv.FormatFloat(e.cfg.lease.Seconds(), 'f', -1, 64))
-		if e.cfg.checkpoints != "" {
-			command = append(command, "--checkpoint", filepath.Join(e.cfg.checkpoints, name), "--checkpoint-every", strconv.Itoa(e.cfg.checkpointEvery))
-		}
+		command = append(command, "--train")
 	}
 	return e.work(worker.Config{
 		Name: name, Command: append(command, target),

@@ -13,10 +13,9 @@ import (
 	"github.com/tensorferry/tensorferry/internal/link"
 )
 
-// Companions are models of the same process, which share what it keeps between calls: those
-// of a module that trains have its gradients, its optimizer and the graphs of forward passes.
-
-// Companions returns the models that the process has beside Model, named NAME/part.
+// Companions returns the models that the process has beside Model, named NAME/part. They share
+// what it keeps between calls: those of a module that trains have its gradients, its optimizer
+// and the graphs of forward passes.
 func (h *Host) Companions() []engine.Model { return h.companions }
 
 // trainingGauges are what a process with companions says that it keeps, by its own names.

@@ -18,7 +18,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -84,7 +83,7 @@ func (tr *trainer) done(r *link.Run) {
 func begin(ctx, life context.Context, m engine.Model, params map[string]string) <-chan error {
 	end := make(chan error, 1)
 	go func() { // ends with the call
-		r, err := m.Open(ctx, engine.Call{ID: tensor.ID{1}, Principal: slab.NewPrincipal("ada"), Params: params, Lifetime: life})
+		r, err := m.Open(ctx, engine.Call{ID: tensor.ID{1}, Params: params, Lifetime: life})
 		if err != nil {
 			end <- err
 			return
@@ -122,7 +121,6 @@ func TestCompanionsAreServedAndToldWhoCallsThem(t *testing.T) {
 			require.EqualValues(t, number, r.Model)
 			var said callJSON
 			require.NoError(t, json.Unmarshal(r.JSON, &said))
-			require.Equal(t, "ada", said.Principal)
 			require.NotZero(t, said.Session)
 			require.True(t, number == 0 || said.Session == sessions[i], "calls of one session")
 			sessions[i] = said.Session

@@ -43,11 +43,10 @@ func (p *program) over(w *blocks.Work) error {
 
 // callJSON is that of the first block of a run.
 type callJSON struct {
-	Call      string            `json:"call"`
-	Params    map[string]string `json:"params"`
-	Inputs    []inputJSON       `json:"inputs"`
-	Session   uint64            `json:"session,omitempty"` // of a process with companions: who calls
-	Principal string            `json:"principal,omitempty"`
+	Call    string            `json:"call"`
+	Params  map[string]string `json:"params"`
+	Inputs  []inputJSON       `json:"inputs"`
+	Session uint64            `json:"session,omitempty"` // whose call it is, where there are companions
 }
 
 type inputJSON struct {
@@ -66,9 +65,8 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 	info := d.Info
 	p := &program{run: h.runIDs.Add(1), model: number, info: info, life: c.Lifetime, call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
-	if p.session = h.session(c.Lifetime); p.session != 0 {
-		about.Session, about.Principal = p.session, c.Principal.Name()
-	}
+	p.session = h.session(c.Lifetime)
+	about.Session = p.session
 	for i, in := range c.Inputs {
 		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
 		if p.lead == nil && !info.Inputs[i].Whole {

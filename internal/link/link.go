@@ -432,8 +432,8 @@ func (c *Conn) take(m *Take) error {
 
 // Codes of a Done that the link itself sends: gRPC's.
 const (
+	Invalid      uint16 = 3
 	Deadline     uint16 = 4
 	Exhausted    uint16 = 8
-	Invalid      uint16 = 3
 	Precondition uint16 = 9
 )

@@ -575,39 +575,21 @@ class Passes(Served):
             self.assertTrue(torch.equal(trunk.state_dict()["0.weight"], other.state_dict()["0.weight"]))
 
     def test_torchs_schedulers_take_the_optimizer(self) -> None:
-        module = nn.Linear(3, 3)
-        _client, trunk = self.serve(copy.deepcopy(module))
-        theirs = RemoteOptimizer(trunk.parameters(), torch.optim.SGD, lr=0.1)
-        ours = torch.optim.SGD(module.parameters(), lr=0.1)
-        schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (theirs, ours)]
-        x = torch.randn(2, 3)
-        with trunk.training():
-            for _ in range(6):
-                for part, o, s in ((trunk, theirs, schedules[0]), (module, ours, schedules[1])):
-                    o.zero_grad()
-                    part(x).square().sum().backward()
-                    o.step()
-                    s.step()
-            self.assertTrue(torch.equal(trunk.state_dict()["weight"], module.weight))
-
-    def test_schedulers_that_write_into_groups(self) -> None:
-        for name, options in (
-            ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}),
-            ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}),
+        sgd, adam = torch.optim.SGD, torch.optim.Adam
+        for name, given, kind, options in (
+            ("StepLR", {"step_size": 2, "gamma": 0.5}, sgd, {}),
+            ("OneCycleLR", {"max_lr": 0.1, "total_steps": 10}, adam, {}),
+            ("CyclicLR", {"base_lr": 0.01, "max_lr": 0.1}, sgd, {"momentum": 0.9}),
         ):
             with self.subTest(name):
                 module = nn.Linear(3, 3)
                 _, trunk = self.serve(copy.deepcopy(module))
-                kind = torch.optim.Adam if name == "OneCycleLR" else torch.optim.SGD
-                more = {} if name == "OneCycleLR" else {"momentum": 0.9}
-                theirs, ours = (
-                    RemoteOptimizer(trunk.parameters(), kind, lr=0.1, **more),
-                    kind(module.parameters(), lr=0.1, **more),
-                )
-                schedules = [getattr(torch.optim.lr_scheduler, name)(o, **options) for o in (theirs, ours)]
+                theirs = RemoteOptimizer(trunk.parameters(), kind, lr=0.1, **options)
+                ours = kind(module.parameters(), lr=0.1, **options)
+                schedules = [getattr(torch.optim.lr_scheduler, name)(o, **given) for o in (theirs, ours)]
                 x = torch.randn(2, 3)
                 with trunk.training():
-                    for _ in range(5):
+                    for _ in range(6):
                         for part, o, s in ((trunk, theirs, schedules[0]), (module, ours, schedules[1])):
                             o.zero_grad()
                             part(x).square().sum().backward()
@@ -851,7 +833,7 @@ class AsTorch(Served):
     """What the tests of torch's own RemoteModule and DistributedOptimizer look at, where it makes sense here."""
 
     def test_what_is_no_module_does_not_train(self) -> None:
-        with self.assertRaisesRegex(TypeError, "cannot train; it is no torch.nn.Module"):
+        with self.assertRaisesRegex(TypeError, "cannot train; it is not a torch.nn.Module"):
             tf.serve(lambda x: x, 0, name="f", train=True)
 
     def test_a_device_that_is_none(self) -> None:
@@ -1047,6 +1029,14 @@ class Faults(Torch):
             self.assertEqual(trunk.step, 1)
             self.assertEqual(held(client)["worker_restarts"], 0)
             self.assertEqual(held(client)["graphs"], 0)
+
+    def test_a_lease_of_no_time_ends_with_its_session(self) -> None:
+        server = self.enter(Worker(lease="0s"))
+        gone = tf.connect(server.address)
+        RemoteModule(gone, "trunk")._lease().__enter__()
+        gone.close()
+        with RemoteModule(self.enter(tf.connect(server.address)), "trunk").training(wait=5):
+            pass
 
     def test_a_folder_of_checkpoints_is_of_one_process(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())

@@ -18,6 +18,7 @@ import tensorferry as tf
 from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
 from tensorferry import _tensor
 from tensorferry._model import find, prepare
+from tensorferry._worker import failure
 
 
 class Copies(unittest.TestCase):
@@ -30,6 +31,16 @@ class Copies(unittest.TestCase):
         source.write(source.address)
         del source
         self.assertEqual(sys.getrefcount(x), before)
+
+
+class Failures(unittest.TestCase):
+    def test_a_code_of_a_model_s_own_exception_is_not_one_of_grpc(self) -> None:
+        class Weather(Exception):
+            public, code = True, "E42"
+
+        code, said = failure(Weather("no such weather"))
+        self.assertEqual(code, 2)
+        self.assertIn(b"no such weather", said)
 
 
 class Says(unittest.TestCase):

@@ -62,6 +62,7 @@ class ModelError(ValueError):
     """
 
     public = True
+    code = 2  # of gRPC: UNKNOWN; here also 3 and 9
 
 
 class Call:
@@ -70,7 +71,6 @@ class Call:
     def __init__(self, id: str, params: dict[str, Any], inputs: list[dict[str, Any]], worker: Any) -> None:
         self.id = id
         self.session = 0  # whose call it is, where the model trains
-        self.principal = ""
         self.params = params
         self.inputs = inputs  # name, metadata and shape of each whole input
         self.state: dict[str, Any] = {}  # lives as long as the call, where the model is stateful
@@ -334,7 +334,7 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
 def _train(prepared: Prepared, module: Any, trainer: Any, options: Mapping[str, Any]) -> None:
     """Adds what trains the module."""
     if not prepared.module:
-        raise TypeError(f"tensorferry: {module!r} cannot train; it is no torch.nn.Module")
+        raise TypeError(f"tensorferry: {module!r} cannot train; it is not a torch.nn.Module")
     from ._train import Trainer, Training
 
     training = Training(trainer or Trainer(module), prepared.device, options)

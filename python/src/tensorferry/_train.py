@@ -26,7 +26,7 @@ from ._tensor import Like
 LEASE_SECONDS = 30.0  # how long a trainer that is cut off keeps others out
 GRAPH_SECONDS = 600.0  # the age at which a graph is dropped
 GRAPHS = 1024  # of all sessions
-WAITING_SECONDS = 1.0  # how long one who waits for the lease may say nothing
+WAITING_SECONDS = 1.0  # a client that waits for the lease asks again within this time
 ABOUT_BYTES = 4096  # of a description, beside twice that of the module
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
@@ -146,7 +146,7 @@ class Training:
 
     def __init__(self, trainer: Trainer, device: str, options: Mapping[str, Any]) -> None:
         self.trainer, self.module, self.device = trainer, trainer.module, device
-        self.lease_seconds = float(options.get("lease") or LEASE_SECONDS)
+        self.lease_seconds = LEASE_SECONDS if options.get("lease") is None else float(options["lease"])
         self.folder = pathlib.Path(options["checkpoint"]) if options.get("checkpoint") else None
         self.every = int(options.get("checkpoint_every") or 100)
         self.room = 0  # bytes that graphs may have; the worker says it
@@ -354,9 +354,13 @@ class Training:
             return x
 
         self.mode(not eval)
-        with told(), torch.enable_grad(), self.seeded(seed), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            said = self.trainer.forward(**xs) if self.by_name else self.trainer.forward(*xs.values())
-            outputs = dict(named_results(list(self.outputs), said))
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        try:
+            with torch.enable_grad(), self.seeded(seed), hooks:
+                said = self.trainer.forward(**xs) if self.by_name else self.trainer.forward(*xs.values())
+                outputs = dict(named_results(list(self.outputs), said))
+        except Exception as err:
+            raise told(err) from err
         graph_of = {n: y for n, y in outputs.items() if torch.is_tensor(y)}
         for y in (*xs.values(), *graph_of.values()):
             count(y)
@@ -397,6 +401,8 @@ class Training:
         if not graph.retain:
             self.forget(forward, "a backward pass has used it", "used")
         xs = [x for x in graph.inputs.values() if x.requires_grad]
+        for x in xs:
+            x.grad = None  # of a pass that failed
         try:
             if ys and alone:
                 found = torch.autograd.grad(ys, xs, gs, retain_graph=graph.retain, allow_unused=True) if xs else ()
@@ -408,7 +414,7 @@ class Training:
             if self.void == _MODIFIED:
                 raise ModelError(_MODIFIED) from err
             self.void = "a backward pass failed"
-            raise ModelError(f"{type(err).__name__}: {err}") from err
+            raise told(err) from err
         self.passes += not alone
         if call.cancelled and not alone:
             self.void = "a backward pass was cancelled"
@@ -474,7 +480,7 @@ class Training:
                 self.trainer.step(options)
             except Exception as err:
                 self.void = "a step failed half-way"
-                raise ModelError(f"{type(err).__name__}: {err}") from err
+                raise told(err) from err
         self.zero()
         for id in list(self.graphs):
             self.forget(id, f"step {n} came after it", "expired")
@@ -584,7 +590,6 @@ class Training:
         self.drop(f"the model went back to step {n}")
         self.module.load_state_dict(state["module"])
         self.own = None
-        self.trainer.load(state["trainer"])
         torch.set_rng_state(state["rng"].cpu())
         self.steps, self.last, self.saved = n, tuple(state["last"]), n
         for later in [s for s in stands if s > n]:
@@ -681,15 +686,9 @@ def _groups(text: str) -> list[dict[str, Any]]:
     return groups
 
 
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Lets the trainer, who may read the weights, read what goes wrong, too."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as err:
-        raise ModelError(f"{type(err).__name__}: {err}") from err
+def told(err: Exception) -> ModelError:
+    """What the trainer, who may read the weights, reads of an exception of the module."""
+    return err if isinstance(err, ModelError) else ModelError(f"{type(err).__name__}: {err}")
 
 
 def _gradient(x: Any) -> Any:

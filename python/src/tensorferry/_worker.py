@@ -25,7 +25,7 @@ TAKE_SECONDS = 10.0  # how long a result waits for memory
 KEPT_SHARE = 16  # between calls the worker keeps at most this part (1/16) of the link's memory for its next results
 MESSAGE_CHARACTERS = 1000
 TRACE_CHARACTERS = 8000  # of a traceback, for the server's log: with any escapes it fits a packet
-FAILED, EXHAUSTED = 2, 8  # gRPC's codes
+EXHAUSTED = 8  # one of gRPC's codes
 _STAND_INS = ("uint8", "uint16")  # what numpy has for data types that it lacks
 
 
@@ -192,7 +192,7 @@ class Worker:
         except ModelError as err:
             return err
         call = Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
-        call.session, call.principal = int(said.get("session", 0)), str(said.get("principal", ""))
+        call.session = int(said.get("session", 0))
         return call
 
     def source(self, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
@@ -259,12 +259,15 @@ class Worker:
 
 def failure(err: Exception) -> tuple[int, bytes]:
     """What an answer says of an exception: its code, and what the caller reads and the server logs."""
-    code, message = FAILED, f"{type(err).__name__} in the model's code; the server has the cause under the call's id"
+    code, message = (
+        ModelError.code,
+        f"{type(err).__name__} in the model's code; the server has the cause under the call's id",
+    )
     trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
     if isinstance(err, ResourceExhausted):
         code, message = EXHAUSTED, str(err)
     elif getattr(err, "public", False) is True:
-        code, message, trace = getattr(err, "code", FAILED), str(err), ""
+        code, message, trace = (err.code if isinstance(err, ModelError) else code), str(err), ""
     says = {"message": message[:MESSAGE_CHARACTERS], "public": True, "trace": trace[-TRACE_CHARACTERS:]}
     return code, wire.to_json(says)
 
