@@ -16,14 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from importlib.metadata import PackageNotFoundError, version
+
+from child import Child
 
 from tensorferry import _program
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SECONDS = 300  # the most for one line
 
 NAMES = {
     "go": "Go client",
@@ -56,47 +56,6 @@ REQUIRED = (
     ("echo", "worker", "go", 0.7),
 )
 LINK_MICROS = 60
-
-
-class Child:
-    """A process that answers lines. It ends with its input."""
-
-    def __init__(self, *command: object, **env: str):
-        # serve takes variables of this prefix for its settings.
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")}
-        self.command = [str(c) for c in command]
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, **env}
-        )
-        self.said = ""
-
-    def ready(self) -> Child:
-        self.said = self.hear()
-        return self
-
-    def hear(self) -> str:
-        timer = threading.Timer(SECONDS, self.process.kill)
-        timer.start()
-        try:
-            line = self.process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            sys.exit(f"bench: {' '.join(self.command)} ended with {self.process.wait()}")
-        return line.strip()
-
-    def ask(self, *words: object) -> float:
-        print(*words, file=self.process.stdin, flush=True)
-        return float(self.hear())
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
 
 
 class Bench:
@@ -160,7 +119,7 @@ class Bench:
                 print(f"bench: {work}, round {i + 1} of {o.rounds}", file=sys.stderr)
                 at = i % len(here)
                 for name in here[at:] + here[:at]:
-                    took = self.clients[name].ask("worker" if name == "worker" else op, size, count)
+                    took = float(self.clients[name].ask("worker" if name == "worker" else op, size, count))
                     if i >= 0:
                         times[name].append(took)
         return samples

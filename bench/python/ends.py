@@ -16,6 +16,7 @@ import threading
 import time
 
 import numpy as np
+from child import meet
 
 BATCH = 1 << 20  # bytes in a batch of Flight
 PAGE = 1024  # float32s in a page
@@ -344,16 +345,9 @@ def torch_rpc(rank, address):
 
 def torch_server():
     """The address is that of a meeting, which the client must come to."""
-    try:
-        import torch.distributed.rpc  # noqa: F401
-    except ImportError as err:
-        print(f"missing: {err}", flush=True)
-        return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = "{}:{}".format(*s.getsockname())
-    print(address, flush=True)
-    torch_rpc(0, address)
+    address = meet()
+    if address:
+        torch_rpc(0, address)
 
 
 KINDS = {

@@ -18,14 +18,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "python" / "src"))
+sys.path.append(str(HERE.parent / "python"))
 MODULES = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-SECONDS = 300  # the most for one line
+from child import Child  # noqa: E402
+
 BATCH = 64
 GOAL = 3.3  # a round of training in small calls: it has three
 STEP = 0.4  # seconds of a step that is measured over a road
@@ -38,42 +39,6 @@ NAMES = {
     "pipeline": f"the same, pipeline(4), {MICRO} micro-batches",
     "rpc": "torch.distributed.rpc",
 }
-
-
-class Child:
-    """A process that answers lines with JSON. It ends with its input."""
-
-    def __init__(self, *command: object, **env: str):
-        # serve takes variables of this prefix for its settings.
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")}
-        self.command = [str(c) for c in command]
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, **env}
-        )
-
-    def hear(self) -> str:
-        timer = threading.Timer(SECONDS, self.process.kill)
-        timer.start()
-        try:
-            line = self.process.stdout.readline()
-        finally:
-            timer.cancel()
-        if not line:
-            sys.exit(f"bench: {' '.join(self.command)} ended with {self.process.wait()}")
-        return line.strip()
-
-    def ask(self, what: str, count: int) -> dict:
-        print(what, count, file=self.process.stdin, flush=True)
-        return json.loads(self.hear())
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
 
 
 def spread(all: list[float]) -> tuple[float, float]:
@@ -132,7 +97,7 @@ def turns(options: argparse.Namespace, what: str, who: list[tuple[str, Child]], 
         print(f"bench: {what}, round {i + 1} of {options.rounds}", file=sys.stderr)
         at = i % len(who)
         for name, child in who[at:] + who[:at]:
-            answer = child.ask(name, count)
+            answer = json.loads(child.ask(name, count))
             if i >= 0:
                 said[name].append(answer)
     return said
@@ -171,7 +136,7 @@ def throughput(options: argparse.Namespace, ferry: Child, rpc: Child | None, mis
 
 
 def wire(options: argparse.Namespace, ferry: Child) -> None:
-    said = ferry.ask("wire", options.steps)
+    said = json.loads(ferry.ask("wire", options.steps))
     print(f"\nbytes of a step, batch of {BATCH}: activations and gradients, both ways")
     titles = {"least": "the least", "tensors": "tensors, by client.statistics()", "tcp": "TCP payload, by ss"}
     for name, title in titles.items():
@@ -180,7 +145,7 @@ def wire(options: argparse.Namespace, ferry: Child) -> None:
 
 
 def where(options: argparse.Namespace, ferry: Child) -> None:
-    said = [ferry.ask("where", options.steps) for _ in range(options.rounds)]
+    said = [json.loads(ferry.ask("where", options.steps)) for _ in range(options.rounds)]
     print(f"\nwhere a step's time goes, batch of {BATCH}, means")
     steps = [x["step"] * 1e6 for x in said]
     for name, title in (

@@ -7,13 +7,13 @@ prints its address. All end with their input.
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
 import time
 
 import torch
+from child import meet
 from models import ROWS, WIDTH, Paused, Trunk, ends, small
 from torch import nn
 
@@ -263,16 +263,11 @@ def rpc_options(address):
 
 def rpc_server():
     """Print the address of a meeting, which the client must come to."""
-    try:
-        import torch.distributed.rpc as rpc
-        from torch.distributed.nn import RemoteModule  # noqa: F401
-    except ImportError as err:
-        print(f"missing: {err}", flush=True)
+    address = meet()
+    if not address:
         return
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        address = "{}:{}".format(*s.getsockname())
-    print(address, flush=True)
+    import torch.distributed.rpc as rpc
+
     rpc.init_rpc("end0", rank=0, world_size=2, rpc_backend_options=rpc_options(address))
     rpc.shutdown()
 
