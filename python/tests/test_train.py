@@ -920,7 +920,7 @@ if torch is not None:
 
 def saved() -> Any:
     """The trunk of a Worker."""
-    return torch.load(os.environ["TRUNK"])
+    return torch.load(os.environ["TRUNK"], weights_only=False)
 
 
 class Worker:

@@ -7,6 +7,7 @@ import time
 import torch
 
 import tensorferry as tf
+from tensorferry.torch import RemoteModule, RemoteOptimizer
 
 rehearsal = len(sys.argv) > 1
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +43,49 @@ with tf.serve(module, port=0, name="mlp", rows="all_but_last") as server, tf.con
     there, here = took(lambda: client.compute("mlp", x)), took(local)
     print(f"{rows} rows of 768, behind a server, in this process|{there * 1e3:.1f} ms, {here * 1e3:.1f} ms")
     print(f"one row of 768 behind a server|{took(lambda: client.compute('mlp', one), 50) * 1e6:.0f} us")
+
+
+# Training: bottom, trunk and top on the device, the trunk behind a server, and the same network unsplit.
+def parts():
+    torch.manual_seed(2)
+    conv = torch.nn.Sequential(torch.nn.Conv2d(16, 32, 3, 2, 1), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
+    top = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(32 * 64, 10))
+    return [part.to(device) for part in (torch.nn.Conv2d(3, 16, 3, 2, 1), conv, top)]
+
+
+images, labels = torch.randn(256, 3, 32, 32, device=device), torch.randint(10, (256,), device=device)
+
+
+def trained(network, optimizers, steps):
+    losses = []
+    for _ in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network(images), labels)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+torch.backends.cudnn.deterministic = True
+torch.backends.cudnn.allow_tf32 = False
+whole, (bottom, middle, top) = torch.nn.Sequential(*parts()), parts()
+unsplit = [torch.optim.Adam(whole.parameters())]
+with tf.serve(middle, port=0, name="trunk", train=True) as server, tf.connect(server.address) as client:
+    trunk = RemoteModule(client, "trunk")
+    with trunk.training():
+        split = torch.nn.Sequential(bottom, trunk, top)
+        adams = [
+            torch.optim.Adam([*bottom.parameters(), *top.parameters()]),
+            RemoteOptimizer(trunk.parameters(), "adam"),
+        ]
+        off = max(abs(a - b) for a, b in zip(trained(split, adams, 20), trained(whole, unsplit, 20)))
+        weights = (middle[0].weight - whole[1][0].weight).abs().max().item()
+        print(f"training, trunk on {next(middle.parameters()).device}, 20 steps|losses off by {off:.1e}, weights by {weights:.1e}")
+        there, here = took(lambda: trained(split, adams, 20)) / 20, took(lambda: trained(whole, unsplit, 20)) / 20
+        print(f"a step of 256 images, split, unsplit|{there * 1e3:.2f} ms, {here * 1e3:.2f} ms")
 if device == "cuda":
     for m, k, n in ((341, 768, 3072), (64, 4096, 4096)):
         for kind in ("float32", "tf32", "bfloat16"):

@@ -75,6 +75,9 @@ class Server:
         return f"<tensorferry.Server at {self.address}>"
 
     def _compute(self, worker: Worker) -> None:
+        torch = sys.modules.get("torch")
+        if torch is not None:  # what set_num_threads said holds, in part, for threads that say it again
+            torch.set_num_threads(torch.get_num_threads())
         try:
             worker.serve(self._prepared)
         finally:

@@ -31,6 +31,11 @@ ABOUT_BYTES = 4096  # of a description, beside twice that of the module
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
+# Backward passes run on the thread that computes. The one thread that torch has for a device's backward passes
+# would not do: with a client in the same process it waits for this very pass. torch 1 has no such switch, and its
+# reader of weights alone knows no floats.
+_threads = getattr(torch.autograd, "set_multithreading_enabled", lambda mode: contextlib.nullcontext())
+_TORCH2 = hasattr(torch.autograd, "set_multithreading_enabled")
 _MODIFIED = "the module modifies in place what a backward pass needs"
 _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -70,7 +75,8 @@ class Trainer:
 
     def backward(self, outputs: list[Any], gradients: list[Any], retain: bool) -> None:
         """Adds to the gradients of the parameters, and of the inputs."""
-        torch.autograd.backward(outputs, gradients, retain_graph=retain)
+        with _threads(False):
+            torch.autograd.backward(outputs, gradients, retain_graph=retain)
 
     def step(self, options: Mapping[str, Any]) -> None:
         """Applies the gradients. options has the name of the optimizer and its groups."""
@@ -405,7 +411,8 @@ class Training:
             x.grad = None  # of a pass that failed
         try:
             if ys and alone:
-                found = torch.autograd.grad(ys, xs, gs, retain_graph=graph.retain, allow_unused=True) if xs else ()
+                with _threads(False):
+                    found = torch.autograd.grad(ys, xs, gs, retain_graph=graph.retain, allow_unused=True) if xs else ()
                 for x, g in zip(xs, found):
                     x.grad = g
             elif ys:
@@ -580,7 +587,7 @@ class Training:
         path = self.folder / f"step-{n}.pt"
         before = self.trainer.state()
         try:
-            state = torch.load(path, map_location=self.device)
+            state = torch.load(path, map_location=self.device, weights_only=_TORCH2)
             self.trainer.load(state["trainer"])
             if describe(state["module"], ()) != describe(self.module.state_dict(), ()):
                 raise ValueError("its tensors are not those of the module")

@@ -151,6 +151,8 @@ class RemoteModule(torch.nn.Module):
         return {n: torch.as_tensor(given[n]) for n in self._inputs}
 
     def _sent(self, x: Any) -> Any:
+        if x.layout != torch.strided:
+            raise TypeError(f"{self._remote} takes dense tensors, not {x.layout}; to_dense() makes one")
         x = x.detach().contiguous()
         return x.to(self._wire) if self._wire is not None and x.is_floating_point() else x
 
