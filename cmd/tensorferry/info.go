@@ -37,7 +37,8 @@ any data type. Rows says how many leading axes of a tensor are independent of ea
 other: a number, "all_but_last" or "all", always a string; "0" means that the model
 needs the whole tensor at once. An input with "whole": true must arrive completely
 before the first row is computed. Params lists what run --param accepts, with
-defaults. Where "idempotent" is true, run --retry may repeat a call that has begun.`,
+defaults. Where "idempotent" is true, run --retry may repeat a call that has begun. Where "training"
+is true, a client trains the model.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),
@@ -49,14 +50,27 @@ func models(ctx context.Context, cl *client.Client, _ []string, out printer) err
 	if err != nil {
 		return err
 	}
+	known, err := cl.Info(ctx)
+	if err != nil {
+		return err
+	}
+	training := make(map[string]bool)
+	for _, m := range known.Models {
+		training[m.Name] = m.Gauges["training_lease"] > 0
+	}
 	listed := each(list, func(m client.Model) modelJSON {
 		rows := cmp.Or(rowsWords[m.Rows], strconv.Itoa(m.Rows))
-		return modelJSON{m.Name, m.Version, m.Device, each(m.Inputs, portOf), each(m.Outputs, portOf), rows, m.Params, m.Idempotent, m.About}
+		return modelJSON{m.Name, m.Version, m.Device, each(m.Inputs, portOf), each(m.Outputs, portOf), rows, m.Params, m.Idempotent, training[m.Name], m.About}
 	})
 	return out.print(listed, func(w io.Writer) {
 		fmt.Fprintln(w, "NAME\tVERSION\tDEVICE\tINPUTS\tRESULTS\tPARAMS")
 		for _, m := range listed {
 			fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", plain(m.Name), plain(m.Version), plain(m.Device), portText(m.Inputs), portText(m.Outputs), paramText(m.Params))
+		}
+		for _, m := range listed {
+			if m.Training {
+				fmt.Fprintf(w, "\n%s: a client trains it\n", plain(m.Name))
+			}
 		}
 	})
 }
@@ -70,6 +84,7 @@ type modelJSON struct {
 	Rows       string            `json:"rows"`
 	Params     []client.Param    `json:"params,omitempty"`
 	Idempotent bool              `json:"idempotent,omitempty"`
+	Training   bool              `json:"training,omitempty"` // somebody has its lease
 	About      map[string]string `json:"about,omitempty"`
 }
 

@@ -760,7 +760,9 @@ class Passes(Served):
             self.assertEqual(trunk.step, 1)
 
     def test_one_client_trains_at_a_time(self) -> None:
-        client, trunk = self.serve(nn.Linear(3, 3))
+        server = self.enter(tf.serve(nn.Linear(3, 3), 0, name="trunk", train=True))
+        client = self.enter(tf.connect(server.address))
+        trunk, listing = RemoteModule(client, "trunk"), [program(), "models", "--server", server.address]
         other = RemoteModule(client, "trunk")
         with trunk.training():
             with self.assertRaisesRegex(tf.FailedPrecondition, "another client trains"), other.training():
@@ -776,8 +778,10 @@ class Passes(Served):
             with self.assertRaisesRegex(tf.FailedPrecondition, "another client trains; step 1 stands"):
                 client.call("trunk/step", {}, params=said, like="torch").result()
             self.assertEqual(held(client)["lease"], 1)
+            self.assertIn("trunk: a client trains it", subprocess.check_output(listing, text=True))
         self.assertEqual(held(client)["lease"], 0)
         self.assertEqual(held(client)["step"], 1)
+        self.assertNotIn("trains", subprocess.check_output(listing, text=True))
 
     def test_a_session_that_ends_frees_its_graphs_and_in_time_the_lease(self) -> None:
         server = self.enter(Worker(lease="1s"))
