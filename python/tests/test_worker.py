@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import gc
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import unittest
+import unittest.mock
 from typing import Any
 
 import tensorferry as tf
 from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
 from tensorferry import _tensor
+from tensorferry._link import Memory
 from tensorferry._model import find, prepare
-from tensorferry._worker import failure
+from tensorferry._worker import Worker, failure, pinned
 
 
 class Copies(unittest.TestCase):
@@ -31,6 +36,62 @@ class Copies(unittest.TestCase):
         source.write(source.address)
         del source
         self.assertEqual(sys.getrefcount(x), before)
+
+
+class Cudart:
+    """Stands in for CUDA's runtime, and notes what is registered with it."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.code:
+            assert address not in self.registered
+            self.registered[address] = size
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+class Pins(unittest.TestCase):
+    def memory(self) -> Memory:
+        fd = os.memfd_create("m")
+        self.addCleanup(os.close, fd)
+        os.truncate(fd, 1 << 16)
+        return Memory(1, 1 << 16, fd)
+
+    def worker(self, device: Any) -> Any:
+        class Stub:
+            class model:
+                like = _tensor.Like("torch", device)
+
+        return Stub
+
+    def test_memory_is_registered_once_and_for_as_long_as_it_is_known(self) -> None:
+        cudart, memory = Cudart(), self.memory()
+        fake = types.SimpleNamespace(cuda=types.SimpleNamespace(cudart=lambda: cudart))
+        with unittest.mock.patch.dict(sys.modules, torch=fake):  # type: ignore[dict-item]
+            Worker.pin(self.worker(None), memory)
+            self.assertEqual(cudart.registered, {})
+            for _ in range(2):
+                Worker.pin(self.worker("cuda:0"), memory)
+                self.assertEqual(cudart.registered, {memory.base: 1 << 16})
+        view = memoryview(memory.map)
+        del memory
+        gc.collect()
+        self.assertEqual(cudart.registered, {})
+        self.assertEqual(view[0], 0)  # it is mapped still
+
+    def test_memory_that_cannot_be_registered_is_used_as_it_is(self) -> None:
+        cudart, memory, said = Cudart(code=801), self.memory(), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            memory.unpin = pinned(cudart, memory.base, memory.size)
+        self.assertIn("CUDA error 801", said.getvalue())
+        del memory
+        gc.collect()
 
 
 class Failures(unittest.TestCase):

@@ -83,7 +83,8 @@ with tf.serve(middle, port=0, name="trunk", train=True) as server, tf.connect(se
         ]
         off = max(abs(a - b) for a, b in zip(trained(split, adams, 20), trained(whole, unsplit, 20)))
         weights = (middle[0].weight - whole[1][0].weight).abs().max().item()
-        print(f"training, trunk on {next(middle.parameters()).device}, 20 steps|losses off by {off:.1e}, weights by {weights:.1e}")
+        where = next(middle.parameters()).device
+        print(f"training, trunk on {where}, 20 steps|losses off by {off:.1e}, weights by {weights:.1e}")
         there, here = took(lambda: trained(split, adams, 20)) / 20, took(lambda: trained(whole, unsplit, 20)) / 20
         print(f"a step of 256 images, split, unsplit|{there * 1e3:.2f} ms, {here * 1e3:.2f} ms")
 if device == "cuda":

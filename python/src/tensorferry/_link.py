@@ -61,14 +61,19 @@ _END_SECONDS = 2.0  # how long the program may take to end before it is killed
 class Memory:
     """Shared memory of the program, mapped until its last user lets it go."""
 
-    __slots__ = ("base", "id", "map", "size")
+    __slots__ = ("base", "id", "map", "size", "unpin")
 
     def __init__(self, id: int, size: int, fd: int):
+        self.unpin: Optional[Callable[[], object]] = None  # once it was asked whether it can be pinned
         # Before 3.13 mmap keeps a copy of the descriptor.
         more: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
         self.id, self.size = id, size
         self.map = mmap.mmap(fd, size, **more)
         self.base = ctypes.addressof(ctypes.c_ubyte.from_buffer(self.map))
+
+    def __del__(self) -> None:
+        if getattr(self, "unpin", None) is not None:
+            self.unpin()  # type: ignore[misc]
 
 
 # A range that nobody uses any more: memory, offset and length. Or, with memory 0, what

@@ -10,14 +10,15 @@ import contextlib
 import ctypes
 import inspect
 import socket
+import sys
 import time
 import traceback
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from . import _tensor as tensors
 from . import _wire as wire
 from ._errors import LinkError, ResourceExhausted
-from ._link import Link, Range
+from ._link import Link, Memory, Range
 from ._model import Call, ModelError, Prepared, find, named_results, prepare
 
 HELLO_SECONDS = 60.0
@@ -135,6 +136,7 @@ class Worker:
             buffer: Any = bytearray()
             if extent.length:
                 memory = self.link.locate(extent)
+                self.pin(memory)
                 buffer = (ctypes.c_ubyte * extent.length).from_buffer(memory.map, extent.offset)
                 places.append((memory.base + extent.offset, extent))
             x = tensors.view(model.like, placed["dtype"], tuple(placed["shape"]), buffer)
@@ -227,10 +229,17 @@ class Worker:
             mine = next((r for r in self.made if r.address == at and r not in self.named), None)
             if mine is None:
                 mine = self.link.take(n, TAKE_SECONDS)
+                self.pin(mine.memory)
                 source.write(mine.address)
             self.named.append(mine)
             extent = mine.extent(n)
         return {**said, "range": extent}
+
+    def pin(self, memory: Memory) -> None:
+        """Registers memory with CUDA if the model is on a GPU: its copies need no other memory then."""
+        device = self.model.like.device
+        if memory.unpin is None and device is not None and str(device).startswith("cuda"):
+            memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
 
     # What a Call uses.
 
@@ -255,6 +264,15 @@ class Worker:
                 m["kind"] == wire.CANCEL and m["id"] == self.block for m in link.inbox
             )
         return self.unwanted
+
+
+def pinned(cudart: Any, address: int, size: int) -> Callable[[], object]:
+    """Page-locks memory for as long as the link knows it, and returns what undoes that."""
+    code = int(cudart.cudaHostRegister(address, size, 0))
+    if code:
+        print(f"{size} bytes of shared memory are not page-locked: CUDA error {code}; copies to the GPU are slower")
+        return lambda: None
+    return lambda: cudart.cudaHostUnregister(address)
 
 
 def failure(err: Exception) -> tuple[int, bytes]:
