@@ -40,6 +40,7 @@ var layers = map[string][]string{
 	"internal/elements":  {"internal/minifloat", "tensor"},
 	"internal/link":      {"slab"},
 	"internal/testkit":   {"slab"},
+	"internal/torchsave": {"tensor", "tensorfile"},
 
 	"assembler":         {"codec", "internal/invariants", "tensor"},
 	"engine/blocks":     {"engine", "slab", "tensor"},
