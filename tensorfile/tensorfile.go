@@ -106,9 +106,8 @@ func mapAfter(path string, readHeader func(r io.Reader, size int64) error) (data
 	return data[min(begin, int64(size)):], closeMap, nil // a file that grows may have a header longer than size
 }
 
-// Map maps a whole file read-only, once read has looked at its size bytes. They are lent
-// until the closer is closed.
-func Map(path string, read func(r io.ReaderAt, size int64) error) ([]byte, io.Closer, error) {
-	data, closeMap, err := mapAfter(path, func(r io.Reader, size int64) error { return read(r.(io.ReaderAt), size) })
+// Map maps a whole file read-only. Its bytes are lent until the closer is closed.
+func Map(path string) ([]byte, io.Closer, error) {
+	data, closeMap, err := mapAfter(path, func(io.Reader, int64) error { return nil })
 	return data, closer(closeMap), err
 }

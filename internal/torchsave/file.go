@@ -2,6 +2,7 @@ package torchsave
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
@@ -29,20 +30,20 @@ type File struct {
 // Open opens a file, and reads and checks all of it but the bytes of its tensors. The
 // caller closes the result. What tensorfile.OpenSafetensors says about shortening an open
 // file and about writing to its bytes holds here too.
-func Open(path string) (f *File, err error) {
-	data, closer, err := tensorfile.Map(path, func(r io.ReaderAt, size int64) (err error) {
-		f, err = readFile(r, size)
-		return err
-	})
+func Open(path string) (*File, error) {
+	data, closer, err := tensorfile.Map(path)
 	if err != nil {
 		return nil, err
 	}
-	f.data, f.close = data, closer
+	f, err := parse(data)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), closer.Close())
+	}
+	f.close = closer
 	return f, nil
 }
 
-// readFile reads a file of size bytes without those of its storages.
-func readFile(at io.ReaderAt, size int64) (*File, error) {
+func parse(data []byte) (*File, error) {
 	r := newReader(maxFilePickle, func(l Layout) error {
 		if n, _ := l.Bytes(); n > max(l.Window, maxRepeated) {
 			return limited("%v repeats its elements to %d bytes, the limit is %d", l.Desc, n, int64(maxRepeated))
@@ -50,30 +51,15 @@ func readFile(at io.ReaderAt, size int64) (*File, error) {
 		return nil
 	})
 	r.many = true
-	buf := make([]byte, readAhead)
-	for off := int64(0); off < size; {
-		piece := buf[:min(size-off, readAhead)]
-		if _, err := at.ReadAt(piece, off); err != nil {
-			return nil, fmt.Errorf("tensorfile: read torch file: %w", err)
-		}
-		off += int64(len(piece))
-		for len(piece) > 0 {
-			_, rest, err := r.Next(piece)
-			if err != nil {
-				return nil, err
-			}
-			skip := min(r.pass, int64(len(rest)))
-			piece, r.pass, r.pos = rest[skip:], r.pass-skip, r.pos+skip
-		}
-		if r.pass > size-off {
-			break // it is cut
-		}
-		off, r.pass, r.pos = off+r.pass, 0, r.pos+r.pass
+	for rest := data; len(rest) > 0 && r.m.err == nil; {
+		_, rest, _ = r.Next(rest)
+		skip := min(r.pass, int64(len(rest)))
+		rest, r.pass, r.pos = rest[skip:], r.pass-skip, r.pos+skip
 	}
 	if err := r.Close(); err != nil {
 		return nil, err
 	}
-	f := &File{Bare: r.bare, entries: r.entries, index: make(map[string]int, len(r.entries)), intact: map[*storage]bool{}}
+	f := &File{Bare: r.bare, entries: r.entries, index: make(map[string]int, len(r.entries)), data: data, intact: map[*storage]bool{}}
 	for i, e := range f.entries {
 		f.index[e.name] = i
 	}

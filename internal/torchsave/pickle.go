@@ -15,43 +15,40 @@ import (
 // machine is the part of Python's pickle machine that a file of tensors needs. Its values
 // are int64, bool, string, tuple, *dict, *storage, *rebuilt, mark and those of globals.
 type machine struct {
-	most  int // bytes of the pickle
-	limit func(Layout) error
+	most  int                // bytes of the pickle
+	limit func(Layout) error // of each tensor
 
-	read   int
-	values int    // that were pushed
-	crc    uint32 // of what was read
-	over   bool   // STOP came
-	stack  []any
-	memo   []any
-	stores map[string]*storage // by key
+	read, values int    // bytes; values that were pushed
+	crc          uint32 // of what was read
+	over         bool   // STOP came
+	err          error  // the first one
+	stack, memo  []any
+	stores       map[string]*storage // by key
 }
 
 type (
 	mark        struct{}
 	tuple       []any
 	storageType tensor.DataType // torch.FloatStorage; 0 is torch.storage.UntypedStorage
-	elementType tensor.DataType // torch.uint16
-	rebuilding  func(m *machine, args tuple) (any, error)
+	dataType    tensor.DataType // torch.uint16
+	function    func(m *machine, args tuple) any
 )
 
-// dict is a dict or an OrderedDict. What it holds is looked at when it has become the root.
+// dict is a dict or an OrderedDict.
 type dict struct {
-	ordered bool
-	plain   bool // only numbers, texts and dicts of such, when they were put
-	keys    []any
-	values  []any
+	ordered, tensors bool // an OrderedDict; not only numbers, texts and dicts of such
+	keys             []string
+	values           []any
 }
 
 // storage is the bytes that tensors lie in: a record of the archive.
 type storage struct {
-	key      string
-	kind     storageType
-	elements int64 // bytes, if untyped
-	size     int64 // bytes
-	came     bool
-	data     int64  // where its bytes begin in the file
-	crc      uint32 // 0 is none
+	key            string
+	kind           storageType
+	elements, size int64 // an element of an untyped one is a byte; size is in bytes
+	came           bool
+	data           int64  // where its bytes begin in the file
+	crc            uint32 // 0 is none
 }
 
 // rebuilt is a tensor.
@@ -61,43 +58,41 @@ type rebuilt struct {
 	offset int64 // of its window in the storage, in bytes
 }
 
-// globals are the names that a pickle may say. Those that are called only build one of the
-// machine's values.
+// globals are the names that a pickle may say. A function only builds one of the machine's
+// values.
 var globals = map[string]any{
-	"torch._utils _rebuild_tensor_v2": rebuilding(func(m *machine, args tuple) (any, error) { return m.rebuild(args, 6) }),
-	"torch._utils _rebuild_tensor_v3": rebuilding(func(m *machine, args tuple) (any, error) { return m.rebuild(args, 7) }),
-	"torch._utils _rebuild_parameter": rebuilding(parameter),
-	"collections OrderedDict":         rebuilding(orderedDict),
-	"torch.storage UntypedStorage":    storageType(0),
-	"torch FloatStorage":              storageType(tensor.Float32),
-	"torch DoubleStorage":             storageType(tensor.Float64),
-	"torch HalfStorage":               storageType(tensor.Float16),
-	"torch BFloat16Storage":           storageType(tensor.BFloat16),
-	"torch LongStorage":               storageType(tensor.Int64),
-	"torch IntStorage":                storageType(tensor.Int32),
-	"torch ShortStorage":              storageType(tensor.Int16),
-	"torch CharStorage":               storageType(tensor.Int8),
-	"torch ByteStorage":               storageType(tensor.Uint8),
-	"torch BoolStorage":               storageType(tensor.Bool),
-	"torch ComplexFloatStorage":       storageType(tensor.Complex64),
-	"torch ComplexDoubleStorage":      storageType(tensor.Complex128),
-	"torch uint16":                    elementType(tensor.Uint16),
-	"torch uint32":                    elementType(tensor.Uint32),
-	"torch uint64":                    elementType(tensor.Uint64),
-	"torch float8_e4m3fn":             elementType(tensor.Float8E4M3FN),
-	"torch float8_e5m2":               elementType(tensor.Float8E5M2),
+	"collections OrderedDict": function(func(m *machine, args tuple) any {
+		m.count("an OrderedDict", args, 0)
+		return &dict{ordered: true}
+	}),
+	"torch._utils _rebuild_tensor_v2": function(func(m *machine, args tuple) any { return m.rebuild(args, 6) }),
+	"torch._utils _rebuild_tensor_v3": function(func(m *machine, args tuple) any { return m.rebuild(args, 7) }),
+	"torch._utils _rebuild_parameter": function(func(m *machine, args tuple) any {
+		args = m.count("a parameter", args, 3)
+		m.flags(args[1], args[2])
+		return want[*rebuilt](m, args[0])
+	}),
+	"torch.storage UntypedStorage": storageType(0),
+	"torch BoolStorage":            storageType(tensor.Bool), "torch CharStorage": storageType(tensor.Int8),
+	"torch ShortStorage": storageType(tensor.Int16), "torch IntStorage": storageType(tensor.Int32),
+	"torch LongStorage": storageType(tensor.Int64), "torch ByteStorage": storageType(tensor.Uint8),
+	"torch HalfStorage": storageType(tensor.Float16), "torch BFloat16Storage": storageType(tensor.BFloat16),
+	"torch FloatStorage": storageType(tensor.Float32), "torch DoubleStorage": storageType(tensor.Float64),
+	"torch ComplexFloatStorage": storageType(tensor.Complex64), "torch ComplexDoubleStorage": storageType(tensor.Complex128),
+	"torch uint16": dataType(tensor.Uint16), "torch uint32": dataType(tensor.Uint32), "torch uint64": dataType(tensor.Uint64),
+	"torch float8_e4m3fn": dataType(tensor.Float8E4M3FN), "torch float8_e5m2": dataType(tensor.Float8E5M2),
 }
 
-// opcode is an opcode that is known, and how long its argument is.
+// opcode is an opcode that is known, and its argument: so many bytes, or one of these.
 type opcode struct {
 	name string
-	arg  int // bytes, or one of the following
-	do   func(m *machine, arg []byte) error
+	arg  int
+	do   func(m *machine, arg []byte)
 }
 
 const (
 	argLines = -1 // two lines
-	argLong  = -2 // a byte that says how many follow; the number is that of opcode and length
+	argLong  = -2 // a byte that says how many follow; -2 is the length with the opcode
 	argText  = -5 // four bytes that say so
 )
 
@@ -108,131 +103,105 @@ var opcodes = [256]opcode{
 	'r':  {"LONG_BINPUT", 4, (*machine).put},
 	'h':  {"BINGET", 1, (*machine).get},
 	'j':  {"LONG_BINGET", 4, (*machine).get},
-	'(':  {"MARK", 0, pushing(func() any { return mark{} })},
 	'X':  {"BINUNICODE", argText, (*machine).text},
-	'K':  {"BININT1", 1, (*machine).number},
-	'M':  {"BININT2", 2, (*machine).number},
+	'K':  {"BININT1", 1, func(m *machine, arg []byte) { m.push(number(arg)) }},
+	'M':  {"BININT2", 2, func(m *machine, arg []byte) { m.push(number(arg)) }},
 	'J':  {"BININT", 4, (*machine).signed},
 	0x8a: {"LONG1", argLong, (*machine).signed},
-	')':  {"EMPTY_TUPLE", 0, pushing(func() any { return tuple{} })},
-	0x85: {"TUPLE1", 0, func(m *machine, _ []byte) error { return m.tuple(1) }},
-	0x86: {"TUPLE2", 0, func(m *machine, _ []byte) error { return m.tuple(2) }},
-	0x87: {"TUPLE3", 0, func(m *machine, _ []byte) error { return m.tuple(3) }},
-	't':  {"TUPLE", 0, func(m *machine, _ []byte) error { return m.tuple(m.marked()) }},
+	0x88: {"NEWTRUE", 0, func(m *machine, _ []byte) { m.push(true) }},
+	0x89: {"NEWFALSE", 0, func(m *machine, _ []byte) { m.push(false) }},
+	'(':  {"MARK", 0, func(m *machine, _ []byte) { m.push(mark{}) }},
+	')':  {"EMPTY_TUPLE", 0, func(m *machine, _ []byte) { m.push(tuple{}) }},
+	0x85: {"TUPLE1", 0, func(m *machine, _ []byte) { m.push(tuple(m.pop(1))) }},
+	0x86: {"TUPLE2", 0, func(m *machine, _ []byte) { m.push(tuple(m.pop(2))) }},
+	0x87: {"TUPLE3", 0, func(m *machine, _ []byte) { m.push(tuple(m.pop(3))) }},
+	't':  {"TUPLE", 0, func(m *machine, _ []byte) { m.push(tuple(m.pop(m.marked()))) }},
+	'}':  {"EMPTY_DICT", 0, func(m *machine, _ []byte) { m.push(&dict{}) }},
+	's':  {"SETITEM", 0, func(m *machine, _ []byte) { m.set(m.pop(2)) }},
+	'u':  {"SETITEMS", 0, func(m *machine, _ []byte) { m.set(m.pop(m.marked())) }},
 	'Q':  {"BINPERSID", 0, (*machine).persistent},
-	0x88: {"NEWTRUE", 0, pushing(func() any { return true })},
-	0x89: {"NEWFALSE", 0, pushing(func() any { return false })},
 	'R':  {"REDUCE", 0, (*machine).reduce},
-	'}':  {"EMPTY_DICT", 0, pushing(func() any { return &dict{plain: true} })},
-	's':  {"SETITEM", 0, func(m *machine, _ []byte) error { return m.set(2) }},
-	'u':  {"SETITEMS", 0, func(m *machine, _ []byte) error { return m.set(m.marked()) }},
 	'b':  {"BUILD", 0, (*machine).build},
-	'.':  {"STOP", 0, func(m *machine, _ []byte) error { m.over = true; return nil }},
+	'.':  {"STOP", 0, func(m *machine, _ []byte) { m.over = true }},
 }
 
-// others are the names of the opcodes that are refused, behind the letters that they are.
+// others are the opcodes that are refused: each with its name behind it.
 const others = "IINT LLONG SSTRING TBINSTRING USHORT_BINSTRING BBINBYTES CSHORT_BINBYTES NNONE VUNICODE FFLOAT GBINFLOAT " +
 	"]EMPTY_LIST aAPPEND eAPPENDS lLIST dDICT 0POP 2DUP 1POP_MARK gGET pPUT iINST oOBJ PPERSID " +
 	"\x8bLONG4 \x8eBINBYTES8 \x96BYTEARRAY8 \x97NEXT_BUFFER \x98READONLY_BUFFER \x8cSHORT_BINUNICODE \x8dBINUNICODE8 " +
 	"\x8fEMPTY_SET \x90ADDITEMS \x91FROZENSET \x94MEMOIZE \x82EXT1 \x83EXT2 \x84EXT4 \x93STACK_GLOBAL \x81NEWOBJ \x92NEWOBJ_EX \x95FRAME"
 
-// refusedOpcode is the error of an opcode that no file of tensors needs.
-func refusedOpcode(op byte) error {
-	for _, name := range strings.Fields(others) {
-		if name[0] == op {
-			return unsupported("the opcode %s in data.pkl: it holds more than tensors of numbers", name[1:])
-		}
-	}
-	return malformed("the byte 0x%02x in data.pkl is no opcode", op)
-}
-
 // step runs the opcode that p begins with and returns its length, or 0 if p ends within it.
-func (m *machine) step(p []byte) (n int, err error) {
+func (m *machine) step(p []byte) (n int) {
 	op := &opcodes[p[0]]
-	if op.do == nil {
-		return 0, refusedOpcode(p[0])
-	}
 	arg, skip := op.arg, 1
 	switch {
+	case op.do == nil:
+		if _, name, known := strings.Cut(" "+others, " "+string(p[:1])); known {
+			name, _, _ = strings.Cut(name, " ")
+			return m.fail(unsupported("the opcode %s in data.pkl: it holds more than tensors of numbers", name))
+		}
+		return m.fail(malformed("the byte 0x%02x in data.pkl is no opcode", p[0]))
 	case arg == argLines:
-		first := bytes.IndexByte(p, '\n')
-		second := bytes.IndexByte(p[first+1:], '\n')
-		if len(p) > maxGlobal && (first < 0 || second < 0 || first+second > maxGlobal) {
-			return 0, malformed("a global of more than %d bytes: %.*q", maxGlobal, quoted, p[1:])
+		p = p[:min(len(p), maxGlobal)]
+		lines := bytes.SplitAfterN(p, []byte("\n"), 3)
+		if len(lines) < 3 && len(p) == maxGlobal {
+			return m.fail(malformed("a global of more than %d bytes: %.*q", maxGlobal, quoted, p[1:]))
+		} else if len(lines) < 3 {
+			return 0
 		}
-		if first < 0 || second < 0 {
-			return 0, nil
-		}
-		arg = first + 1 + second
+		arg = len(lines[0]) + len(lines[1]) - skip
 	case arg < 0: // a length, and as many bytes
-		skip = -arg
-		if len(p) < skip {
-			return 0, nil
+		if skip = -arg; len(p) < skip {
+			return 0
 		}
-		length := [4]byte{}
-		copy(length[:], p[1:skip])
-		if le.Uint32(length[:]) > maxText {
-			return 0, malformed("%s of %d bytes, the limit is %d", op.name, le.Uint32(length[:]), maxText)
+		if n := number(p[1:skip]); n > maxText {
+			return m.fail(malformed("%s of %d bytes, the limit is %d", op.name, n, maxText))
 		}
-		arg = int(le.Uint32(length[:]))
+		arg = int(number(p[1:skip]))
 	}
 	if n = skip + arg; len(p) < n {
-		return 0, nil
+		return 0
 	}
 	m.read += n
 	m.crc = crc32.Update(m.crc, crc32.IEEETable, p[:n])
 	switch {
 	case m.read > m.most:
-		return 0, limited("data.pkl has more than %d bytes", m.most)
-	case m.values > maxValues:
-		return 0, limited("data.pkl makes more than %d values", maxValues)
-	case m.read == n && p[0] != 0x80:
-		return 0, malformed("data.pkl begins with %s, and not with PROTO", op.name)
+		m.fail(limited("data.pkl has more than %d bytes", m.most))
+	case (m.read == n) != (p[0] == 0x80):
+		m.fail(malformed("data.pkl does not begin with its only PROTO"))
+	default:
+		op.do(m, p[skip:n])
 	}
-	return n, op.do(m, p[skip:n])
+	return n
 }
 
-func (m *machine) proto(arg []byte) error {
-	switch {
-	case m.read > 2:
-		return malformed("a second PROTO in data.pkl")
-	case arg[0] != 2:
-		return unsupported("pickle protocol %d; torch.save it without pickle_protocol", arg[0])
+// fail keeps the first error.
+func (m *machine) fail(err error) int {
+	if m.err == nil {
+		m.err = err
 	}
-	return nil
+	return 0
 }
 
-func (m *machine) global(arg []byte) error {
-	name := strings.Replace(string(arg[:len(arg)-1]), "\n", " ", 1)
-	v, ok := globals[name]
-	if !ok {
-		return unsupported("the global %.*q: it is none that plain tensors need", quoted, name)
-	}
-	return m.push(v)
-}
-
-func (m *machine) push(v any) error {
-	if len(m.stack) == maxStack {
-		return limited("more than %d values wait in data.pkl", maxStack)
+func (m *machine) push(v any) {
+	if m.values++; m.values > maxValues || len(m.stack) == maxStack {
+		m.fail(limited("data.pkl makes more than %d values, or leaves more than %d waiting", maxValues, maxStack))
+		return
 	}
 	m.stack = append(m.stack, v)
-	m.values++
-	return nil
 }
 
-func pushing(value func() any) func(*machine, []byte) error {
-	return func(m *machine, _ []byte) error { return m.push(value()) }
-}
-
-// pop removes the last n values, which are valid until the next push.
-func (m *machine) pop(n int) ([]any, error) {
+// pop removes and copies the last n values. If they are not there, it fails and returns others.
+func (m *machine) pop(n int) []any {
 	begin := len(m.stack) - n
 	if n < 0 || begin < 0 || slices.Contains(m.stack[begin:], any(mark{})) {
-		return nil, malformed("data.pkl takes a value that is not there")
+		m.fail(malformed("data.pkl takes a value that is not there"))
+		return make([]any, max(n, 0))
 	}
-	popped := m.stack[begin:]
+	popped := slices.Clone(m.stack[begin:])
 	m.stack = m.stack[:begin]
-	return popped, nil
+	return popped
 }
 
 // marked removes the last mark and returns how many values follow it, or -1.
@@ -246,255 +215,179 @@ func (m *machine) marked() int {
 	return -1
 }
 
-// number pushes a number without a sign, of which arg has the bytes from the lowest on.
-func (m *machine) number(arg []byte) error {
-	b := [8]byte{}
-	copy(b[:], arg)
-	return m.push(int64(le.Uint64(b[:])))
-}
-
-func (m *machine) signed(arg []byte) error {
-	switch {
-	case len(arg) > 8:
-		return malformed("a number of %d bytes", len(arg))
-	case len(arg) > 0 && arg[len(arg)-1] > math.MaxInt8:
-		return malformed("a negative number")
+// want returns a value of this type, and fails for any other.
+func want[T any](m *machine, v any) (t T) {
+	t, ok := v.(T)
+	if !ok {
+		m.fail(unsupported("a %s where a file of tensors has a %s", kind(v), kind(t)))
 	}
-	return m.number(arg)
+	return t
 }
 
-func (m *machine) text(arg []byte) error {
+// kind is what a value is, for errors: the name of its type.
+func kind(v any) string {
+	return strings.TrimPrefix(strings.TrimPrefix(fmt.Sprintf("%T", v), "*"), "torchsave.")
+}
+
+// number is a number without a sign, of which b has up to 8 bytes, the lowest first.
+func number(b []byte) int64 {
+	wide := [8]byte{}
+	copy(wide[:], b)
+	return int64(le.Uint64(wide[:]))
+}
+
+func (m *machine) signed(arg []byte) {
+	if len(arg) > 8 || len(arg) > 0 && arg[len(arg)-1] > math.MaxInt8 {
+		m.fail(malformed("a number that is negative or has %d bytes", len(arg)))
+	}
+	m.push(number(arg))
+}
+
+func (m *machine) proto(arg []byte) {
+	if arg[0] != 2 {
+		m.fail(unsupported("pickle protocol %d; torch.save it without pickle_protocol", arg[0]))
+	}
+}
+
+func (m *machine) global(arg []byte) {
+	name := strings.Replace(string(arg[:len(arg)-1]), "\n", " ", 1)
+	v, known := globals[name]
+	if !known {
+		m.fail(unsupported("the global %.*q: it is none that plain tensors need", quoted, name))
+	}
+	m.push(v)
+}
+
+func (m *machine) text(arg []byte) {
 	if !utf8.Valid(arg) {
-		return malformed("a text that is not UTF-8: %.*q", quoted, arg)
+		m.fail(malformed("a text that is not UTF-8: %.*q", quoted, arg))
 	}
-	return m.push(string(arg))
+	m.push(string(arg))
 }
 
-// at is the place in the memo that an argument of one or four bytes says.
-func at(arg []byte) int64 {
-	b := [8]byte{}
-	copy(b[:], arg)
-	return int64(le.Uint64(b[:]))
+func (m *machine) put(arg []byte) {
+	v := m.pop(1)[0]
+	if number(arg) != int64(len(m.memo)) { // pickle counts; so nobody says where the memory ends
+		m.fail(malformed("data.pkl keeps a value as %d, and not as %d", number(arg), len(m.memo)))
+	}
+	m.memo = append(m.memo, v)
+	m.push(v)
 }
 
-func (m *machine) put(arg []byte) error {
-	top, err := m.pop(1)
-	if err != nil {
-		return err
+func (m *machine) get(arg []byte) {
+	if number(arg) >= int64(len(m.memo)) {
+		m.fail(malformed("data.pkl asks for the value %d of %d that it has kept", number(arg), len(m.memo)))
+		return
 	}
-	if i := at(arg); i != int64(len(m.memo)) { // pickle counts; so nobody says where the memory ends
-		return malformed("data.pkl keeps a value as %d, and not as %d", i, len(m.memo))
-	}
-	m.memo = append(m.memo, top[0])
-	return m.push(top[0])
+	m.push(m.memo[number(arg)])
 }
 
-func (m *machine) get(arg []byte) error {
-	i := at(arg)
-	if i >= int64(len(m.memo)) {
-		return malformed("data.pkl asks for the value %d of %d that it has kept", i, len(m.memo))
+// set puts pairs into the dict that is last.
+func (m *machine) set(pairs []any) {
+	d := want[*dict](m, m.pop(1)[0])
+	if len(pairs)%2 != 0 {
+		m.fail(malformed("a key without a value"))
 	}
-	return m.push(m.memo[i])
-}
-
-func (m *machine) tuple(n int) error {
-	values, err := m.pop(n)
-	if err != nil {
-		return err
-	}
-	return m.push(tuple(slices.Clone(values)))
-}
-
-func (m *machine) set(n int) error {
-	values, err := m.pop(n)
-	if err != nil {
-		return err
-	}
-	values = slices.Clone(values)
-	top, err := m.pop(1)
-	if err != nil {
-		return err
-	}
-	d, ok := top[0].(*dict)
-	if !ok || n%2 != 0 {
-		return malformed("SETITEM of %s", kind(top[0]))
-	}
-	for pair := range slices.Chunk(values, 2) {
-		d.keys, d.values = append(d.keys, pair[0]), append(d.values, pair[1])
-		switch v := pair[1].(type) {
+	for i := 0; i < len(pairs) && m.err == nil; i += 2 {
+		d.keys, d.values = append(d.keys, want[string](m, pairs[i])), append(d.values, pairs[i+1])
+		switch v := pairs[i+1].(type) {
 		case int64, string, bool:
 		case *dict:
-			d.plain = d.plain && v.plain
+			d.tensors = d.tensors || v.tensors
 		default:
-			d.plain = false
+			d.tensors = true
 		}
 	}
-	return m.push(d)
+	m.push(d)
 }
 
 // build drops what a state dict has beside its tensors: the versions of its modules.
-func (m *machine) build([]byte) error {
-	values, err := m.pop(2)
-	if err != nil {
-		return err
+func (m *machine) build([]byte) {
+	state := want[*dict](m, m.pop(1)[0])
+	d := want[*dict](m, m.pop(1)[0])
+	if m.err == nil && (!d.ordered || state.tensors || !slices.Equal(state.keys, []string{"_metadata"})) {
+		m.fail(unsupported("a dict with the attributes %.*q; only _metadata of a state dict is known, numbers and texts", quoted, state.keys))
 	}
-	d, isDict := values[0].(*dict)
-	state, ok := values[1].(*dict)
-	if !isDict || !d.ordered || !ok || !state.plain || len(state.keys) != 1 || state.keys[0] != any("_metadata") {
-		return unsupported("%s has attributes; of a state dict only _metadata is known, numbers and texts", kind(values[0]))
-	}
-	return m.push(d)
+	m.push(d)
 }
 
-func (m *machine) reduce([]byte) error {
-	values, err := m.pop(2)
-	if err != nil {
-		return err
+func (m *machine) reduce([]byte) {
+	args := want[tuple](m, m.pop(1)[0])
+	if call := want[function](m, m.pop(1)[0]); m.err == nil {
+		m.push(call(m, args))
 	}
-	call, callable := values[0].(rebuilding)
-	args, ok := values[1].(tuple)
-	if !callable || !ok {
-		return malformed("REDUCE calls %s with %s", kind(values[0]), kind(values[1]))
-	}
-	v, err := call(m, args)
-	if err != nil {
-		return err
-	}
-	return m.push(v)
 }
 
-func orderedDict(_ *machine, args tuple) (any, error) {
-	if len(args) > 0 {
-		return nil, malformed("OrderedDict with arguments")
+// count returns the n values that something is made of, and fails if there are others.
+func (m *machine) count(what string, args tuple, n int) tuple {
+	if len(args) != n {
+		m.fail(malformed("%s is made of %d values, and not of %d", what, n, len(args)))
+		return make(tuple, n)
 	}
-	return &dict{ordered: true, plain: true}, nil
+	return args
 }
 
-// hooks reports whether v is what torch writes for the hooks of a tensor: none.
-func hooks(v any) bool {
-	d, ok := v.(*dict)
-	return ok && d.ordered && len(d.keys) == 0
-}
-
-func parameter(_ *machine, args tuple) (any, error) {
-	if len(args) == 3 {
-		t, ok := args[0].(*rebuilt)
-		_, flag := args[1].(bool)
-		if ok && flag && hooks(args[2]) {
-			return t, nil
-		}
+// flags checks what a tensor has beside its numbers: whether it requires a gradient, and hooks.
+func (m *machine) flags(gradient, hooks any) {
+	want[bool](m, gradient)
+	if d := want[*dict](m, hooks); m.err == nil && len(d.keys) > 0 {
+		m.fail(unsupported("a tensor with hooks"))
 	}
-	return nil, malformed("a parameter is not made of a tensor, a bool and an empty OrderedDict")
 }
 
 // persistent makes a storage of ("storage", type, key, location, elements).
-func (m *machine) persistent([]byte) error {
-	top, err := m.pop(1)
-	if err != nil {
-		return err
+func (m *machine) persistent([]byte) {
+	id := m.count("a storage", want[tuple](m, m.pop(1)[0]), 5)
+	s := &storage{kind: want[storageType](m, id[1]), key: want[string](m, id[2]), elements: want[int64](m, id[4])}
+	want[string](m, id[3]) // the device that it was on
+	unit := max(int64(tensor.DataType(s.kind).Bits()/8), 1)
+	if s.size = s.elements * unit; id[0] != any("storage") || s.elements > math.MaxInt64/2/unit {
+		m.fail(malformed("a %v that is no storage, or one of %d elements", id[0], s.elements))
 	}
-	id, ok := top[0].(tuple)
-	if !ok || len(id) != 5 || id[0] != any("storage") {
-		return malformed("a persistent id that is no storage")
+	if old := m.stores[s.key]; old == nil {
+		m.stores[s.key] = s
+	} else if old.kind != s.kind || old.elements != s.elements {
+		m.fail(malformed("the storage %.*q is of two types or sizes", quoted, s.key))
 	}
-	s := &storage{}
-	var typed, named, placed, counted bool
-	s.kind, typed = id[1].(storageType)
-	s.key, named = id[2].(string)
-	_, placed = id[3].(string)
-	s.elements, counted = id[4].(int64)
-	if !typed || !named || !placed || !counted {
-		return malformed("a storage is not made of a type, two texts and a number")
-	}
-	unit := int64(max(tensor.DataType(s.kind).Bits(), 8) / 8)
-	if s.elements > math.MaxInt64/unit {
-		return malformed("a storage of %d elements", s.elements)
-	}
-	s.size = s.elements * unit
-	if old := m.stores[s.key]; old != nil {
-		if old.kind != s.kind || old.size != s.size {
-			return malformed("the storage %.*q is of two types or sizes", quoted, s.key)
-		}
-		return m.push(old)
-	}
-	if len(m.stores) == maxTensors {
-		return limited("more than %d storages", maxTensors)
-	}
-	m.stores[s.key] = s
-	return m.push(s)
+	m.push(m.stores[s.key])
 }
 
 // rebuild makes a tensor of storage, offset, size, stride, requires_grad, hooks and, if it
 // has n = 7 arguments, its data type.
-func (m *machine) rebuild(args tuple, n int) (any, error) {
-	if len(args) == n+1 {
-		if d, ok := args[n].(*dict); ok && len(d.keys) > 0 {
-			return nil, unsupported("a tensor that is marked %.*v; save tensor.resolve_conj().resolve_neg()", quoted, d.keys[0])
+func (m *machine) rebuild(args tuple, n int) any {
+	if len(args) > n {
+		if d := want[*dict](m, args[n]); m.err == nil && len(d.keys) > 0 {
+			m.fail(unsupported("a tensor that is marked %.*q; save tensor.resolve_conj().resolve_neg()", quoted, d.keys[0]))
 		}
 	}
-	if len(args) != n {
-		return nil, malformed("a tensor is made of %d values, and not of %d", len(args), n)
+	args = m.count("a tensor", args, n)
+	s, offset, shape, strides := want[*storage](m, args[0]), want[int64](m, args[1]), m.numbers(args[2]), m.numbers(args[3])
+	if m.flags(args[4], args[5]); m.err != nil {
+		return nil
 	}
-	s, stored := args[0].(*storage)
-	offset, placed := args[1].(int64)
-	shape, shaped := numbers(args[2])
-	strides, strided := numbers(args[3])
-	_, flag := args[4].(bool)
-	if !stored || !placed || !shaped || !strided || !flag || !hooks(args[5]) {
-		return nil, malformed("a tensor is not made of a storage, a number, two tuples of numbers, a bool and an empty OrderedDict")
-	}
-	dtype, elements := tensor.DataType(s.kind), s.elements
+	d, elements := tensor.Desc{DType: tensor.DataType(s.kind), Shape: shape}, s.elements
 	if n == 7 {
-		t, ok := args[6].(elementType)
-		if !ok {
-			return nil, malformed("the data type of a tensor is %s", kind(args[6]))
-		}
-		dtype, elements = tensor.DataType(t), s.size/int64(tensor.DataType(t).Bits()/8)
+		d.DType = tensor.DataType(want[dataType](m, args[6]))
+		elements = s.size / max(width(d), 1)
 	}
 	if (s.kind == 0) != (n == 7) {
-		return nil, malformed("a tensor with a data type of its own has an untyped storage, and no other has")
+		m.fail(malformed("a tensor with a data type of its own has an untyped storage, and no other has"))
 	}
-	l, err := layoutOf(tensor.Desc{DType: dtype, Shape: shape}, strides, offset, elements)
+	l, err := layoutOf(d, strides, offset, elements)
 	if err == nil {
 		err = m.limit(l)
 	}
 	if err != nil {
-		return nil, err
+		m.fail(err)
 	}
-	t := &rebuilt{storage: s, Layout: l}
-	if l.Window > 0 {
-		t.offset = offset * width(l.Desc)
-	}
-	return t, nil
+	return &rebuilt{s, l, offset * min(l.Window, width(d))} // no bytes begin nowhere
 }
 
-func numbers(v any) (list []int64, ok bool) {
-	t, ok := v.(tuple)
-	for _, v := range t {
-		n, isNumber := v.(int64)
-		list, ok = append(list, n), ok && isNumber
+func (m *machine) numbers(v any) (list []int64) {
+	for _, v := range want[tuple](m, v) {
+		list = append(list, want[int64](m, v))
 	}
-	return list, ok
-}
-
-// kind is what a value is, for errors.
-func kind(v any) string {
-	switch v := v.(type) {
-	case int64, bool:
-		return "a number"
-	case string:
-		return "a text"
-	case tuple:
-		return "a tuple"
-	case *dict:
-		return "a dict"
-	case *storage:
-		return "a storage"
-	case *rebuilt:
-		return "a tensor"
-	default:
-		return fmt.Sprintf("%T", v)
-	}
+	return list
 }
 
 // entry is a tensor of a file, under the name that a dict has for it.
@@ -504,36 +397,31 @@ type entry struct {
 }
 
 // root returns the tensors that the pickle holds: one without a name, or those of a dict.
-func (m *machine) root() (entries []entry, bare bool, err error) {
-	top, err := m.pop(1)
-	if err == nil && len(m.stack) > 0 {
-		err = malformed("data.pkl leaves %d values", len(m.stack)+1)
+func (m *machine) root() (entries []entry, bare bool) {
+	top := m.pop(1)[0]
+	if len(m.stack) > 0 {
+		m.fail(malformed("data.pkl leaves %d values", len(m.stack)+1))
 	}
-	if err != nil {
-		return nil, false, err
+	if t, bare := top.(*rebuilt); bare {
+		return []entry{{"", t}}, true
 	}
-	d, isDict := top[0].(*dict)
-	if t, bare := top[0].(*rebuilt); bare {
-		return []entry{{"", t}}, true, nil
-	} else if !isDict {
-		return nil, false, unsupported("it holds %s, and not a tensor or a dict of tensors", kind(top[0]))
+	d := want[*dict](m, top)
+	if m.err != nil {
+		return nil, false
 	}
 	seen := make(map[string]bool, len(d.keys))
-	for i, key := range d.keys {
-		name, isText := key.(string)
-		t, isTensor := d.values[i].(*rebuilt)
+	for i, name := range d.keys {
+		t, ok := d.values[i].(*rebuilt)
 		switch {
-		case !isText:
-			return nil, false, unsupported("%s names a tensor in the dict; only texts can", kind(key))
-		case !isTensor:
-			return nil, false, unsupported("%.*q in the dict is %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i]))
+		case !ok:
+			m.fail(unsupported("%.*q in the dict is a %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i])))
 		case seen[name]:
-			return nil, false, malformed("%.*q comes twice in the dict", quoted, name)
-		case len(entries) == maxTensors:
-			return nil, false, limited("more than %d tensors", maxTensors)
+			m.fail(malformed("%.*q comes twice in the dict", quoted, name))
+		case i == maxTensors:
+			m.fail(limited("more than %d tensors", maxTensors))
 		}
 		seen[name] = true
 		entries = append(entries, entry{name, t})
 	}
-	return entries, false, nil
+	return entries, false
 }

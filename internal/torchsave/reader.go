@@ -2,19 +2,17 @@ package torchsave
 
 import (
 	"bytes"
-	"fmt"
 	"hash/crc32"
 	"io"
 	"slices"
 	"strings"
 )
 
-// The records of a file in their order. The first has the opcodes, a storage the key behind
-// its name; what else there is are short texts.
+// order has the records of a file in their order. data.pkl has the opcodes, data/ and a key
+// is a storage; what else there is are short texts.
 var order = []string{"data.pkl", ".format_version", ".storage_alignment", "byteorder", "data/", "version", ".data/serialization_id"}
 
 const (
-	pickleRecord  = 0
 	orderRecord   = 3
 	storageRecord = 4
 	versionRecord = 5
@@ -23,24 +21,23 @@ const (
 // Reader reads a file of torch.save of one tensor that comes in pieces, in order. It holds
 // a few KiB and starts nothing. It belongs to one goroutine.
 type Reader struct {
-	machine machine
-	many    bool // a whole file: it may hold a dict, and its storages are skipped
+	m       machine // with the first error of all
+	many    bool    // a whole file: it may hold a dict, and the bytes of its storages do not come
 	entries []entry
 	bare    bool // one tensor, without a dict
 	known   bool
 
-	pos  int64  // of the bytes that come next, but for those held
+	pos  int64  // of the byte that comes next, or of the first one held
 	pass int64  // bytes that pass before the next step
 	held []byte // the begin of a step that needs more
 	// step takes what b begins with and returns how many bytes it has, or 0 if it needs more.
-	step func(b []byte) (used int, err error)
-	err  error
+	step func(b []byte) (used int)
 
 	prefix  string // of all names: archive/
 	place   int    // of the last record, in order
 	records []record
 	sum     uint32   // the checksum of the last record
-	storage *storage // that passes, or nil
+	storage *storage // that the last record is, or nil
 	came    int      // storages
 	listing int64    // where the directory begins
 	listed  int      // records that came in it
@@ -60,7 +57,7 @@ func NewReader(maxBytes int64) *Reader {
 }
 
 func newReader(most int, limit func(Layout) error) *Reader {
-	r := &Reader{machine: machine{most: most, limit: limit, stores: map[string]*storage{}}, place: -1}
+	r := &Reader{m: machine{most: most, limit: limit, stores: map[string]*storage{}}, place: -1}
 	r.step = r.header
 	return r
 }
@@ -71,11 +68,8 @@ func newReader(most int, limit func(Layout) error) *Reader {
 // other records and the directory are checked and not returned. After an error the
 // Reader returns it again.
 func (r *Reader) Next(p []byte) (data, rest []byte, err error) {
-	for r.err == nil && len(p) > 0 && len(data) == 0 {
+	for r.m.err == nil && len(p) > 0 && len(data) == 0 && (r.pass == 0 || !r.many) {
 		if r.pass > 0 {
-			if r.many {
-				break
-			}
 			piece := p[:min(r.pass, int64(len(p)))]
 			data, p = r.passing(piece), p[len(piece):]
 			continue
@@ -84,44 +78,34 @@ func (r *Reader) Next(p []byte) (data, rest []byte, err error) {
 		if before > 0 {
 			b = append(r.held, p[:min(len(p), maxHeld-before)]...)
 		}
-		used, err := r.step(b)
-		switch {
-		case err != nil:
-			r.err = err
-		case used == 0:
-			r.held, p = append(r.held[:0], b...), p[len(b)-before:]
-		default: // more than was held, which was too little
+		if used := r.step(b); used > 0 { // more than was held, which was too little
 			r.held, p, r.pos = r.held[:0], p[used-before:], r.pos+int64(used)
+		} else {
+			r.held, p = append(r.held[:0], b...), p[len(b)-before:]
 		}
 	}
-	return data, p, r.err
+	return data, p, r.m.err
 }
 
 // Layout returns the tensor's layout once it is known: within the first few hundred bytes
 // of a file, and before Next returns data.
 func (r *Reader) Layout() (l Layout, known bool) {
-	if !r.known {
-		return l, false
+	if r.known {
+		l = r.entries[0].Layout
 	}
-	return r.entries[0].Layout, true
+	return l, r.known
 }
 
 // Close returns nil if the file was whole, up to and including its end record. The data is
 // only then known to be what the file's checksums say.
 func (r *Reader) Close() error {
-	switch within := "its directory"; {
-	case r.err != nil:
-		return r.err
-	case !r.over:
-		if len(r.records) == 0 {
-			within = "its first record"
-		} else if r.listing == 0 {
-			within = fmt.Sprintf("or behind the record %q", r.records[len(r.records)-1].name)
-		}
-		return malformed("the file ends in %s: %w", within, io.ErrUnexpectedEOF)
+	if r.m.err == nil && !r.over {
+		r.m.fail(malformed("the file ends too early, behind %d bytes: %w", r.pos+int64(len(r.held)), io.ErrUnexpectedEOF))
 	}
-	return nil
+	return r.m.err
 }
+
+func (r *Reader) last() *record { return &r.records[len(r.records)-1] }
 
 // passing returns the part of a piece that is in the window of the tensor.
 func (r *Reader) passing(piece []byte) []byte {
@@ -132,167 +116,146 @@ func (r *Reader) passing(piece []byte) []byte {
 	}
 	within := func(pos int64) int64 { return max(0, min(pos-begin, int64(len(piece)))) }
 	r.sum = crc32.Update(r.sum, crc32.IEEETable, piece[within(r.storage.data):])
-	t := r.entries[0]
-	if r.storage != t.storage {
-		return nil
-	}
-	from := t.data + t.offset
-	return piece[within(from):within(from+t.Window)]
+	from := r.storage.data + r.entries[0].offset
+	return piece[within(from):within(from+r.entries[0].Window)]
 }
 
 // header takes a local header, up to the part of the extra field that says nothing.
-func (r *Reader) header(b []byte) (int, error) {
-	if len(b) < len(localBegin) {
-		return 0, nil
+func (r *Reader) header(b []byte) int {
+	if len(b) < localSize {
+		return 0
 	}
 	switch begin := string(b[:len(localBegin)]); {
 	case begin == entryBegin && r.place >= versionRecord:
 		r.listing, r.step = r.pos, r.directory
 		return r.directory(b)
-	case begin == localBegin:
-	case r.pos == 0 && begin == "\x80\x02\x8a\x0a":
-		return 0, unsupported("a file of torch.save before torch 1.6; load it and torch.save it again")
-	case r.pos == 0:
-		return 0, malformed("the file does not begin as one of torch.save does")
-	default:
-		return 0, malformed("behind %q comes neither a record nor, after all of them, the directory", r.records[len(r.records)-1].name)
-	}
-	if len(b) < localSize {
-		return 0, nil
+	case begin == "\x80\x02\x8a\x0a" && r.pos == 0:
+		return r.m.fail(unsupported("a file of torch.save before torch 1.6; load it and torch.save it again"))
+	case begin != localBegin && r.pos == 0:
+		return r.m.fail(malformed("the file does not begin as one of torch.save does"))
+	case begin != localBegin:
+		return r.m.fail(malformed("behind the record %q comes neither another one nor, after all, the directory", r.last().name))
 	}
 	n, extra := int(le.Uint16(b[26:])), int(le.Uint16(b[28:]))
 	if n > maxRecordName {
-		return 0, malformed("a record with a name of %d bytes, the limit is %d", n, maxRecordName)
+		return r.m.fail(malformed("a record with a name of %d bytes, the limit is %d", n, maxRecordName))
 	}
 	used := localSize + n + min(extra, maxWide)
 	if len(b) < used {
-		return 0, nil
+		return 0
 	}
 	rec := record{name: string(b[localSize : localSize+n]), offset: r.pos}
-	switch {
-	case le.Uint16(b[8:]) != 0:
-		return 0, unsupported("the record %.*q is compressed; torch.save it again", quoted, rec.name)
-	case le.Uint16(b[6:]) != flags, [12]byte(b[14:]) != [12]byte{}:
-		return 0, unsupported("the record %.*q is as another program writes it; torch.save it again", quoted, rec.name)
-	}
-	if err := r.begin(rec.name); err != nil {
-		return 0, err
-	}
+	r.begin(rec.name)
 	if r.storage != nil {
 		rec.size = r.storage.size
 	}
-	field, wide := b[localSize+n:used], rec.wide()
-	switch {
-	case wide == nil && bytes.HasPrefix(field, []byte{1, 0}):
-		return 0, malformed("the record %q has a ZIP64 field, and needs none", rec.name)
-	case !bytes.HasPrefix(field, wide):
-		return 0, malformed("the record %q has no ZIP64 field for its %d bytes at %d", rec.name, rec.size, rec.offset)
-	}
-	r.records, r.sum = append(r.records, rec), 0
-	r.pass = int64(extra - len(field))
+	r.records, r.sum, r.pass = append(r.records, rec), 0, int64(extra-min(extra, maxWide))
 	if r.storage != nil {
 		r.storage.data = r.pos + int64(used) + r.pass
 		r.pass += rec.size
 	}
-	return used, nil
+	switch field, wide := b[localSize+n:used], rec.wide(); {
+	case le.Uint16(b[8:]) != 0:
+		r.m.fail(unsupported("the record %q is compressed; torch.save it again", rec.name))
+	case le.Uint16(b[6:]) != flags || [12]byte(b[14:]) != [12]byte{}:
+		r.m.fail(unsupported("the record %q has its size before it, or other flags; torch.save it again", rec.name))
+	case wide == nil && bytes.HasPrefix(field, []byte{1, 0}):
+		r.m.fail(malformed("the record %q has a ZIP64 field, and needs none", rec.name))
+	case !bytes.HasPrefix(field, wide):
+		r.m.fail(malformed("the record %q has no ZIP64 field for its %d bytes at %d", rec.name, rec.size, rec.offset))
+	}
+	return used
 }
 
 // begin begins the record of a name, and decides which step comes behind its header.
-func (r *Reader) begin(name string) error {
+func (r *Reader) begin(name string) {
 	r.storage, r.step = nil, r.text
 	if r.place < 0 {
 		var first bool
-		if r.prefix, first = strings.CutSuffix(name, order[pickleRecord]); !first || !strings.HasSuffix(r.prefix, "/") {
-			return unsupported("the first record is %.*q, and not data.pkl: torch.save has not written it", quoted, name)
+		if r.prefix, first = strings.CutSuffix(name, order[0]); !first || !strings.HasSuffix(r.prefix, "/") {
+			r.m.fail(unsupported("the first record is %.*q, and not data.pkl: torch.save has not written it", quoted, name))
 		}
-		r.place, r.step = pickleRecord, r.pickle
-		return nil
+		r.place, r.step = 0, r.pickle
+		return
 	}
 	rest, ours := strings.CutPrefix(name, r.prefix)
 	key, stored := strings.CutPrefix(rest, order[storageRecord])
 	place := slices.Index(order, rest)
 	if stored {
-		place = storageRecord
+		place, r.step = storageRecord, r.descriptor
+		r.storage = r.m.stores[key]
 	}
 	switch {
 	case !ours || place < 0:
-		return unsupported("the record %.*q: torch.save writes none of this name", quoted, name)
+		r.m.fail(unsupported("the record %.*q: torch.save writes none of this name", quoted, name))
 	case place < r.place, place == r.place && !stored:
-		return malformed("the record %q comes twice, or too late", name)
-	case place > storageRecord && r.came < len(r.machine.stores):
-		return malformed("the record %q comes before the %d storages that the tensors lie in", name, len(r.machine.stores)-r.came)
-	}
-	r.place = place
-	if stored {
-		r.storage, r.step = r.machine.stores[key], r.descriptor
-		if r.storage == nil || r.storage.came {
-			return malformed("the record %.*q is no storage that a tensor lies in, or comes twice", quoted, name)
-		}
+		r.m.fail(malformed("the record %q comes twice, or too late", name))
+	case place > storageRecord && r.came < len(r.m.stores):
+		r.m.fail(malformed("the record %q comes before the storage of a tensor", name))
+	case !stored:
+	case r.storage == nil || r.storage.came:
+		r.m.fail(malformed("the record %q comes twice, or is no storage of a tensor", name))
+	default:
 		r.storage.came = true
 		r.came++
 	}
-	return nil
+	r.place = place
 }
 
 // pickle takes an opcode of data.pkl.
-func (r *Reader) pickle(b []byte) (int, error) {
-	used, err := r.machine.step(b)
-	if err != nil || !r.machine.over {
-		return used, err
+func (r *Reader) pickle(b []byte) int {
+	used := r.m.step(b)
+	if r.m.over {
+		if r.entries, r.bare = r.m.root(); !r.many && (!r.bare || len(r.m.stores) > 1) {
+			r.m.fail(unsupported("a dict of tensors or several storages, and not one tensor"))
+		}
+		r.records[0].size, r.sum, r.step = int64(r.m.read), r.m.crc, r.descriptor
 	}
-	if r.entries, r.bare, err = r.machine.root(); err == nil && !r.bare && !r.many {
-		err = unsupported("it holds a dict of tensors, and not one tensor")
-	}
-	r.records[0].size, r.sum, r.step = int64(r.machine.read), r.machine.crc, r.descriptor
-	return used, err
+	return used
 }
 
 // text takes a short record and its descriptor.
-func (r *Reader) text(b []byte) (int, error) {
-	rec := &r.records[len(r.records)-1]
+func (r *Reader) text(b []byte) int {
 	n := bytes.Index(b, []byte(descriptorBegin))
 	switch {
 	case n > maxRecordText, n < 0 && len(b) >= maxRecordText+len(descriptorBegin):
-		return 0, malformed("the record %q has more than %d bytes", rec.name, maxRecordText)
+		return r.m.fail(malformed("the record %q has more than %d bytes", r.last().name, maxRecordText))
 	case n < 0:
-		return 0, nil
+		return 0
+	case r.place == orderRecord && string(b[:n]) != "little":
+		return r.m.fail(unsupported("the byte order is %q; torch.save it on a machine that is little-endian", b[:n]))
 	}
-	if text := b[:n]; r.place == orderRecord && string(text) != "little" {
-		return 0, unsupported("the byte order is %q; torch.save it on a machine that is little-endian", text)
+	r.last().size, r.sum = int64(n), crc32.ChecksumIEEE(b[:n])
+	if used := r.descriptor(b[n:]); used > 0 {
+		return n + used
 	}
-	rec.size, r.sum = int64(n), crc32.ChecksumIEEE(b[:n])
-	used, err := r.descriptor(b[n:])
-	if used > 0 {
-		used += n
-	}
-	return used, err
+	return 0
 }
 
 // descriptor takes what follows a record.
-func (r *Reader) descriptor(b []byte) (int, error) {
-	rec := &r.records[len(r.records)-1]
+func (r *Reader) descriptor(b []byte) int {
+	rec := r.last()
 	used := len(rec.descriptor())
 	if len(b) < used {
-		return 0, nil
+		return 0
 	}
 	rec.crc = le.Uint32(b[len(descriptorBegin):])
 	switch {
 	case !bytes.HasPrefix(b, []byte(descriptorBegin)):
-		return 0, malformed("the record %q does not end after its %d bytes", rec.name, rec.size)
+		r.m.fail(malformed("the record %q does not end after its %d bytes", rec.name, rec.size))
 	case !bytes.HasPrefix(b, rec.descriptor()):
-		return 0, malformed("what follows the record %q says another size than its %d bytes", rec.name, rec.size)
+		r.m.fail(malformed("what follows the record %q says another size than its %d bytes", rec.name, rec.size))
 	case rec.crc != r.sum && rec.crc != 0 && (r.storage == nil || !r.many): // 0 is none: torch may leave it out
-		return 0, malformed("the record %q is damaged: its checksum is wrong", rec.name)
-	}
-	if r.storage != nil {
+		r.m.fail(malformed("the record %q is damaged: its checksum is wrong", rec.name))
+	case r.storage != nil:
 		r.storage.crc = rec.crc
 	}
-	r.known, r.step = true, r.header
-	return used, nil
+	r.known, r.step = r.m.err == nil, r.header
+	return used
 }
 
 // directory takes an entry of the directory.
-func (r *Reader) directory(b []byte) (int, error) {
+func (r *Reader) directory(b []byte) int {
 	if r.listed == len(r.records) {
 		r.step = r.end
 		return r.end(b)
@@ -300,26 +263,26 @@ func (r *Reader) directory(b []byte) (int, error) {
 	rec := &r.records[r.listed]
 	want := rec.entry()
 	if len(b) < len(want) {
-		return 0, nil
+		return 0
 	}
-	if field := other(b, want, entryFields); field != "" {
-		return 0, malformed("the directory has another %s for the record %q", field, rec.name)
+	if !same(b, want, 4, 8, 12, 16, 36, 42) {
+		r.m.fail(malformed("the directory does not have the record %q as it came", rec.name))
 	}
 	r.listed++
-	return len(want), nil
+	return len(want)
 }
 
 // end takes what follows the directory.
-func (r *Reader) end(b []byte) (int, error) {
-	if r.over {
-		return 0, malformed("bytes follow the end of the file")
-	}
-	if len(b) < endSize {
-		return 0, nil
-	}
-	if field := other(b, end(int64(r.listed), r.listing, r.pos), endFields); field != "" {
-		return 0, malformed("the end of the directory has another %s", field)
+func (r *Reader) end(b []byte) int {
+	want := ends(r.listed, r.listing, r.pos)
+	switch {
+	case r.over:
+		return r.m.fail(malformed("bytes follow the end of the file"))
+	case len(b) < len(want):
+		return 0
+	case !same(b, want, 12, 16):
+		r.m.fail(malformed("the directory does not end with what came"))
 	}
 	r.over = true
-	return endSize, nil
+	return len(want)
 }

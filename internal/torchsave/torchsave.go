@@ -17,19 +17,15 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-func failed(kind error, text string, args ...any) error {
-	return fmt.Errorf("%w: torch: "+text, append([]any{kind}, args...)...)
+func malformed(text string, args ...any) error {
+	return fmt.Errorf("%w: torch: "+text, append([]any{tensorfile.ErrFormat}, args...)...)
 }
-
-func malformed(text string, args ...any) error { return failed(tensorfile.ErrFormat, text, args...) }
 
 func unsupported(text string, args ...any) error {
-	return failed(tensorfile.ErrUnsupported, text, args...)
+	return fmt.Errorf("%w: torch: "+text, append([]any{tensorfile.ErrUnsupported}, args...)...)
 }
 
-// limited is the error of what is over a limit, and refused that of what package tensor refuses.
+// limited is the error of what is over a limit of this package.
 func limited(text string, args ...any) error {
-	return refused(fmt.Errorf("%w: "+text, append([]any{tensor.ErrTooLarge}, args...)...))
+	return malformed("%w: "+text, append([]any{tensor.ErrTooLarge}, args...)...)
 }
-
-func refused(err error) error { return malformed("%w", err) }

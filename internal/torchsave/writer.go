@@ -12,20 +12,22 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+func one(d tensor.Desc) (*Parts, error) { return NewParts([]tensorfile.Entry{{Desc: d}}, true) }
+
 // Head hands over what a file of one tensor has before the tensor's bytes, which are
 // row-major and little-endian. The error is that of a desc that is no tensor's.
 func Head(d tensor.Desc) ([]byte, error) {
-	p, err := NewParts([]tensorfile.Entry{{Desc: d}}, true)
+	p, err := one(d)
 	if err != nil {
 		return nil, err
 	}
 	return p.Gap(0, nil), nil
 }
 
-// Tail hands over what a file of one tensor has behind its bytes, of which crc is the
-// CRC-32 (IEEE). It is nil where Head fails.
+// Tail hands over what a file of one tensor has behind its bytes, of which crc is the CRC-32
+// (IEEE). It is nil where Head fails.
 func Tail(d tensor.Desc, crc uint32) []byte {
-	p, err := NewParts([]tensorfile.Entry{{Desc: d}}, true)
+	p, err := one(d)
 	if err != nil {
 		return nil
 	}
@@ -34,7 +36,7 @@ func Tail(d tensor.Desc, crc uint32) []byte {
 
 // Size returns the bytes of a file of one tensor: of Head, the tensor and Tail.
 func Size(d tensor.Desc) (int64, error) {
-	p, err := NewParts([]tensorfile.Entry{{Desc: d}}, true)
+	p, err := one(d)
 	if err != nil {
 		return 0, err
 	}
@@ -42,63 +44,53 @@ func Size(d tensor.Desc) (int64, error) {
 }
 
 // Parts is a file that is to be written: gaps, and between them the bytes of its tensors,
-// row-major and little-endian. It belongs to one goroutine.
+// row-major and little-endian. It is safe for concurrent use.
 type Parts struct {
 	gaps    [][]byte // before each tensor and behind the last, without checksums and directory
 	offsets []int64  // where each tensor begins, and where the last gap does
-	records []record // up to the last tensor
+	records []record // up to the last tensor: two, and the storages
 }
-
-// beside is how many records come before the storages.
-const beside = 2
 
 // NewParts lays out a file of a dict of tensors, or of one that is bare. Of an entry it
 // takes name and desc.
 func NewParts(tensors []tensorfile.Entry, bare bool) (*Parts, error) {
-	if len(tensors) > maxTensors {
-		return nil, limited("%d tensors in a file, the limit is %d", len(tensors), maxTensors)
+	pickle := []byte("\x80\x02")
+	if !bare {
+		pickle = append(pickle, "}("...)
 	}
-	pickle := []byte("\x80\x02}(")
-	if bare {
-		pickle = pickle[:2]
-	}
-	seen, left := map[string]bool{}, int64(math.MaxInt64/2)
+	seen, sizes, left := map[string]bool{}, make([]int64, len(tensors)), int64(math.MaxInt64/2)
 	for i, t := range tensors {
 		size, err := t.Desc.Bytes()
 		switch {
 		case err != nil:
-			return nil, refused(err)
-		case seen[t.Name], !utf8.ValidString(t.Name), len(t.Name) > maxText:
+			return nil, malformed("%w", err)
+		case seen[t.Name] || !utf8.ValidString(t.Name) || len(t.Name) > maxText:
 			return nil, malformed("the name %.*q is taken, too long or not UTF-8", quoted, t.Name)
-		case size > left:
-			return nil, limited("more than %d bytes in a file", int64(math.MaxInt64/2))
+		case size > left || i == maxTensors:
+			return nil, limited("more than %d tensors, or than %d bytes", maxTensors, int64(math.MaxInt64/2))
 		}
-		seen[t.Name] = true
-		left -= size
+		seen[t.Name], sizes[i], left = true, size, left-size
 		if !bare {
 			pickle = appendText(pickle, t.Name)
 		}
-		pickle = appendTensor(pickle, t.Desc, strconv.Itoa(i), size)
+		pickle = appendTensor(pickle, t.Desc, i, size)
 	}
 	if !bare {
 		pickle = append(pickle, 'u')
 	}
-	pickle = append(pickle, '.')
-	if len(pickle) > maxFilePickle {
-		return nil, limited("the names and shapes take %d bytes, the limit is %d", len(pickle), maxFilePickle)
+	if pickle = append(pickle, '.'); len(pickle) > maxFilePickle {
+		return nil, limited("names and shapes of %d bytes, the limit is %d", len(pickle), maxFilePickle)
 	}
 
-	p := &Parts{}
-	gap := p.record(nil, 0, order[pickleRecord], pickle)
+	p, pos := &Parts{}, int64(0)
+	gap := p.record(nil, 0, order[0], pickle)
 	gap = p.record(gap, 0, order[orderRecord], []byte("little"))
-	pos := int64(0)
-	for i, t := range tensors {
-		size, _ := t.Desc.Bytes() // it has been computed before
+	for i, size := range sizes {
 		r := record{name: prefix + order[storageRecord] + strconv.Itoa(i), offset: pos + int64(len(gap)), size: size}
 		gap = append(gap, r.local()...)
-		p.gaps, p.offsets, p.records = append(p.gaps, gap), append(p.offsets, pos+int64(len(gap))), append(p.records, r)
-		pos += int64(len(gap)) + size
-		gap = r.descriptor()
+		pos += int64(len(gap))
+		p.gaps, p.offsets, p.records = append(p.gaps, gap), append(p.offsets, pos), append(p.records, r)
+		gap, pos = r.descriptor(), pos+size
 	}
 	p.gaps, p.offsets = append(p.gaps, gap), append(p.offsets, pos)
 	return p, nil
@@ -107,51 +99,53 @@ func NewParts(tensors []tensorfile.Entry, bare bool) (*Parts, error) {
 // prefix is what the names of all records begin with.
 const prefix = "archive/"
 
-// record appends a record of the file to what is at pos.
+// record appends a short record of the file to b, which is at pos.
 func (p *Parts) record(b []byte, pos int64, name string, data []byte) []byte {
 	r := record{name: prefix + name, crc: crc32.ChecksumIEEE(data), size: int64(len(data)), offset: pos + int64(len(b))}
 	p.records = append(p.records, r)
 	return slices.Concat(b, r.local(), data, r.descriptor())
 }
 
-// Offset returns where the bytes of a tensor begin in the file, and behind those of the last
-// tensor where the last gap does.
+// Offset returns where the bytes of a tensor begin in the file, and, one further than the
+// last tensor, where these end.
 func (p *Parts) Offset(i int) int64 { return p.offsets[i] }
 
 // Gap hands over what comes before the bytes of a tensor, or behind those of the last one.
-// crcs are the CRC-32 (IEEE) of all tensors before.
+// crcs has the CRC-32 (IEEE) of each tensor before.
 func (p *Parts) Gap(i int, crcs []uint32) []byte {
 	b := slices.Clone(p.gaps[i])
 	if i > 0 {
 		le.PutUint32(b[len(descriptorBegin):], crcs[i-1])
 	}
-	if i+1 < len(p.gaps) {
+	if i < len(p.gaps)-1 {
 		return b
 	}
 	whole := Parts{records: slices.Clone(p.records)}
 	for i, crc := range crcs {
-		whole.records[beside+i].crc = crc
+		whole.records[2+i].crc = crc
 	}
-	pos := p.offsets[i]
-	b = whole.record(b, pos, order[versionRecord], []byte("3\n"))
-	begin := pos + int64(len(b))
+	b = whole.record(b, p.offsets[i], order[versionRecord], []byte("3\n"))
+	from := p.offsets[i] + int64(len(b))
 	for _, r := range whole.records {
 		b = append(b, r.entry()...)
 	}
-	return append(b, end(int64(len(whole.records)), begin, pos+int64(len(b)))...)
+	return append(b, ends(len(whole.records), from, p.offsets[i]+int64(len(b)))...)
 }
 
-// appendTensor appends the opcodes of a tensor that fills the storage of a key.
-func appendTensor(b []byte, d tensor.Desc, key string, size int64) []byte {
+// appendTensor appends the opcodes of a dense tensor that fills the storage of a key.
+func appendTensor(b []byte, d tensor.Desc, key int, size int64) []byte {
 	build, unit, kind := "_v2", width(d), storageType(d.DType)
 	if nameOf(kind) == "" {
 		build, unit, kind = "_v3", 1, 0
 	}
 	b = appendText(append(appendGlobal(b, "torch._utils _rebuild_tensor"+build), "(("...), "storage")
-	b = appendText(appendText(appendGlobal(b, nameOf(kind)), key), "cpu")
-	b = append(appendNumber(b, size/unit), "tQ"...)
-	b = appendNumber(b, 0)
-	for _, list := range [][]int64{d.Shape, dense(d.Shape)} {
+	b = appendText(appendText(appendGlobal(b, nameOf(kind)), strconv.Itoa(key)), "cpu")
+	b = appendNumber(append(appendNumber(b, size/unit), "tQ"...), 0)
+	strides, step := make([]int64, len(d.Shape)), int64(1)
+	for i, dim := range slices.Backward(d.Shape) {
+		strides[i], step = step, step*max(dim, 1)
+	}
+	for _, list := range [][]int64{d.Shape, strides} {
 		b = append(b, '(')
 		for _, n := range list {
 			b = appendNumber(b, n)
@@ -160,15 +154,15 @@ func appendTensor(b []byte, d tensor.Desc, key string, size int64) []byte {
 	}
 	b = append(appendGlobal(append(b, 0x89), "collections OrderedDict"), ")R"...)
 	if kind == 0 {
-		b = appendGlobal(b, nameOf(elementType(d.DType)))
+		b = appendGlobal(b, nameOf(dataType(d.DType)))
 	}
 	return append(b, "tR"...)
 }
 
-// nameOf is the name of a global, or empty.
+// nameOf is the name of a type, or empty.
 func nameOf(v any) string {
 	for name, known := range globals {
-		if _, called := known.(rebuilding); !called && known == v {
+		if _, called := known.(function); !called && known == v {
 			return name
 		}
 	}
