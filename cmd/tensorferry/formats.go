@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
@@ -23,7 +24,7 @@ type format struct {
 }
 
 var formats = []format{
-	{"PyTorch", []string{".pt", ".pth", ".ckpt"}, "", `safetensors.torch.save_file(torch.load("x.pt", weights_only=True), "x.safetensors")`},
+	{"checkpoint", []string{".ckpt"}, "", `torch.save(torch.load("x.ckpt", weights_only=True)["state_dict"], "x.pt")`},
 	{"HDF5", []string{".h5", ".hdf5", ".keras"}, "\x89HDF\r\n\x1a\n", `numpy.save("x.npy", h5py.File("x.h5")["name"][:])`},
 	{"ONNX", []string{".onnx"}, "", `numpy.savez("x.npz", **{w.name: onnx.numpy_helper.to_array(w) for w in onnx.load("x.onnx").graph.initializer})`},
 	{"text", []string{".txt", ".csv", ".tsv", ".json"}, "", `numpy.save("x.npy", numpy.loadtxt("x.txt")), with delimiter="," for .csv`},
@@ -57,10 +58,9 @@ func foreign(title string, head []byte, raw rawInput, err error) error {
 		}
 	}
 	zip := bytes.HasPrefix(head, []byte("PK\x03\x04"))
-	if zip && bytes.Contains(head, []byte("/data.pkl")) {
-		f = formatOf("x.pt")
-	}
 	switch {
+	case zip && bytes.Contains(head, []byte("/data.pkl")):
+		return hinted{fmt.Errorf("%s is a PyTorch file with another extension", title), "rename it to end in .pt"}
 	case f.name != "":
 		return hinted{fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: " + f.convert}
 	case zip:
@@ -88,3 +88,22 @@ func headOf(path string) []byte {
 }
 
 const arraysSuffix = ".npz"
+
+// torchSuffixes end the names of files of torch.save: of one tensor, or of a dict of several.
+var torchSuffixes = []string{".pt", ".pth"}
+
+func hasSuffix(path string, endings []string) bool {
+	return slices.ContainsFunc(endings, func(ending string) bool { return strings.HasSuffix(path, ending) })
+}
+
+// isTorch reports whether a path is of a file of torch.save, and isDict whether it has a dict.
+func isTorch(path string) bool { return hasSuffix(path, torchSuffixes) }
+
+func isDict(path string) bool {
+	f, err := torchsave.Open(path)
+	if err != nil { // it is told when the file is read
+		return false
+	}
+	defer f.Close()
+	return !f.Bare
+}

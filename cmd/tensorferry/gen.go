@@ -41,9 +41,9 @@ The fills are
   zeros    every element is 0
   count    each element is its index
 
-The output is a .npy file, a .safetensors file if --output ends in .safetensors, or
-raw bytes with --raw. "-", the default, is stdout. An output file is written
-completely or not at all.`,
+The output is a .npy file, a .safetensors file if --output ends in .safetensors, a
+PyTorch file if it ends in .pt, or raw bytes with --raw. "-", the default, is stdout. An
+output file is written completely or not at all.`,
 		Example: `  tensorferry gen --shape 1000,64 -o x.npy
   tensorferry gen --shape 4096,4096 --dtype bfloat16 --seed 7 --name weight -o w.safetensors
   tensorferry gen --shape 1000000000 --dtype uint8 --raw |

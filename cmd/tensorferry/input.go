@@ -9,7 +9,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -17,6 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -100,11 +100,11 @@ func neither(text, file string, err error) error {
 	return hinted{err, fmt.Sprintf("neither %q nor %q exists", file, text)}
 }
 
-// several are the extensions of files that hold named tensors.
-var several = []string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}
+// several are the extensions of files that hold named tensors, or may do so.
+var several = append([]string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}, torchSuffixes...)
 
 func holdsSeveral(path string) bool {
-	return slices.ContainsFunc(several, func(ending string) bool { return strings.HasSuffix(path, ending) })
+	return hasSuffix(path, several) && (!isTorch(path) || isDict(path))
 }
 
 func isDir(path string) bool {
@@ -130,7 +130,8 @@ func memberOf(file string) (path string, name []string) {
 	return file, nil
 }
 
-// isModel reports whether a path is a .safetensors file, the index of several, or a folder.
+// isModel reports whether a path is a .safetensors file, the index of several, a folder, or a
+// dict that torch.save wrote.
 func isModel(path string) bool {
 	return holdsSeveral(path) && !strings.HasSuffix(path, arraysSuffix) || isDir(path)
 }
@@ -138,7 +139,7 @@ func isModel(path string) bool {
 // describesItself reports whether a file of this name contains descs of its tensors.
 func describesItself(file string) bool {
 	path, _ := memberOf(file)
-	return strings.HasSuffix(path, ".npy") || holdsSeveral(path)
+	return strings.HasSuffix(path, ".npy") || hasSuffix(path, several)
 }
 
 // opened holds the tensors that an argument of a command names.
@@ -203,7 +204,7 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
 		s, err = openPipe("stdin", stdin, raw)
-	case strings.HasSuffix(path, arraysSuffix), isModel(path):
+	case strings.HasSuffix(path, arraysSuffix), isTorch(path), isModel(path):
 		return openSeveral(path, name)
 	default:
 		s, err = openNPY(file, raw)
@@ -214,18 +215,26 @@ func openFile(file string, raw rawInput, stdin io.Reader) (*opened, error) {
 	return &opened{tensors: []*source{s}, path: file}, nil
 }
 
-// openSeveral opens all tensors of a model file or a .npz file, or only the one named.
+// openSeveral opens all tensors of a model file, a .npz file or a PyTorch file, or only the one
+// named.
 func openSeveral(path string, only []string) (*opened, error) {
 	var names []string
 	var tensorOf func(name string) (tensorfile.Array, error)
 	o := &opened{path: path}
-	if strings.HasSuffix(path, arraysSuffix) {
+	switch {
+	case strings.HasSuffix(path, arraysSuffix):
 		z, err := tensorfile.OpenNPZ(path)
 		if err != nil {
 			return nil, err
 		}
 		names, tensorOf = z.Names(), z.Array
-	} else {
+	case isTorch(path):
+		f, err := torchsave.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		names, tensorOf = f.Names(), f.Array
+	default:
 		if isDir(path) {
 			var err error
 			if o.path, err = tensorfile.ModelIn(path); err != nil {
@@ -262,7 +271,11 @@ func openSeveral(path string, only []string) (*opened, error) {
 		if err != nil {
 			return nil, err
 		}
-		o.tensors = append(o.tensors, arraySource(o.path+":"+name, a))
+		title := o.path
+		if name != "" { // that of the only tensor of a PyTorch file is empty
+			title += ":" + name
+		}
+		o.tensors = append(o.tensors, arraySource(title, a))
 	}
 	return o, nil
 }

@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"io/fs"
 	"os"
@@ -11,6 +12,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -28,8 +30,8 @@ type output interface {
 }
 
 // target is an output: stdout, a device or pipe, or a file that is complete or absent. If
-// its name ends in .safetensors, it has this format; otherwise it holds one tensor as .npy
-// or raw bytes.
+// its name ends in .safetensors, .pt or .pth, it has this format; otherwise it holds one
+// tensor as .npy or raw bytes.
 type target struct {
 	path string // as typed
 	raw  bool
@@ -40,6 +42,8 @@ type target struct {
 	temp    *os.File // renamed to real by commit; nil if there is none
 
 	writers []*tensorWriter // nil until begin
+	bare    bool            // a PyTorch file is of one tensor, and not of a dict
+	parts   *torchsave.Parts
 }
 
 // newTarget checks what path is and that it can be written, before a call begins. The
@@ -62,7 +66,7 @@ func newTarget(path string, raw bool, stdout io.Writer) (*target, error) {
 		return nil, usage("--output %s: --raw does not fit this extension; choose another", path)
 	}
 	if f := formatOf(path); f.name != "" {
-		return nil, usage("--output %s: %s files are not supported; name a .npy or .safetensors file", path, f.name)
+		return nil, usage("--output %s: %s files are not supported; name a .npy, .safetensors or .pt file", path, f.name)
 	}
 	info, err := os.Stat(path)
 	switch {
@@ -119,13 +123,13 @@ func (t *target) makeTemp(old fs.FileInfo) error {
 	return nil
 }
 
-// begin implements output. The writers of a .safetensors file may be used in any order and
-// concurrently; other outputs take one tensor. begin may block, because opening a pipe
-// waits for its reader.
+// begin implements output. The writers of a .safetensors or PyTorch file may be used in any
+// order and concurrently; other outputs take one tensor. begin may block, because opening a
+// pipe waits for its reader.
 func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) ([]*tensorWriter, error) {
-	whole := strings.HasSuffix(t.path, tensorfile.FileSuffix)
-	if len(tensors) != 1 && (!whole || t.temp == nil) {
-		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors file for several", t.path, len(tensors))
+	whole, torch := strings.HasSuffix(t.path, tensorfile.FileSuffix), isTorch(t.path)
+	if len(tensors) != 1 && (!whole && !torch || t.temp == nil) {
+		return nil, usage("--output %s takes one tensor, not %d; use a .safetensors or .pt file for several", t.path, len(tensors))
 	}
 	if t.special {
 		f, err := os.OpenFile(t.path, os.O_WRONLY, 0)
@@ -158,6 +162,18 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 			}
 			off += w.left
 		}
+	case torch:
+		if t.parts, err = torchsave.NewParts(tensors, t.bare); err != nil {
+			break
+		}
+		for i, w := range writers {
+			if t.temp != nil {
+				w.to = io.NewOffsetWriter(t.temp, t.parts.Offset(i))
+			}
+		}
+		if t.temp == nil { // the only tensor comes next
+			_, err = t.out.Write(t.parts.Gap(0, nil))
+		}
 	case !t.raw:
 		err = tensorfile.WriteNPYHeader(t.out, tensors[0].Desc)
 		if errors.Is(err, tensorfile.ErrUnsupported) {
@@ -182,6 +198,7 @@ func (t *target) open(name string, d tensor.Desc, bars *progressBars) (io.Writer
 		}
 		return nil, fmt.Errorf(changed, name)
 	}
+	t.bare = true
 	writers, err := t.begin([]tensorfile.Entry{{Name: name, Desc: d}}, tensorfile.Document{})
 	if err != nil {
 		return nil, err
@@ -196,6 +213,7 @@ type tensorWriter struct {
 	target *target
 	left   int64 // bytes to come
 	to     io.Writer
+	crc    uint32 // of what was written of a PyTorch file
 	bar    *bar
 }
 
@@ -205,6 +223,9 @@ func (w *tensorWriter) Write(p []byte) (int, error) {
 	}
 	n, err := w.to.Write(p)
 	w.left -= int64(n)
+	if w.target.parts != nil {
+		w.crc = crc32.Update(w.crc, crc32.IEEETable, p[:n])
+	}
 	_, _ = w.bar.Write(p[:n]) // it never fails
 	return n, w.target.named(err)
 }
@@ -218,6 +239,9 @@ func (t *target) commit() error {
 			return fmt.Errorf("--output %s: tensor %q is missing its last %d bytes", t.path, w.Name, w.left)
 		}
 	}
+	if err := t.fillGaps(); err != nil {
+		return t.named(err)
+	}
 	if f, ok := t.out.(*os.File); ok && t.special {
 		return t.named(f.Close())
 	}
@@ -229,6 +253,26 @@ func (t *target) commit() error {
 		err = os.Rename(t.temp.Name(), t.real)
 	}
 	return t.named(err)
+}
+
+// fillGaps writes what a PyTorch file has between and behind its tensors: their checksums.
+func (t *target) fillGaps() (err error) {
+	if t.parts == nil {
+		return nil
+	}
+	crcs := each(t.writers, func(w *tensorWriter) uint32 { return w.crc })
+	if t.temp == nil {
+		_, err = t.out.Write(t.parts.Gap(1, crcs))
+		return err
+	}
+	for i := 0; i <= len(crcs) && err == nil; i++ {
+		gap, end := t.parts.Gap(i, crcs), t.parts.Offset(i)
+		if i < len(crcs) {
+			end -= int64(len(gap))
+		}
+		_, err = t.temp.WriteAt(gap, end)
+	}
+	return err
 }
 
 // abandon removes what was not committed. A pipe that is being opened stays until the exit.

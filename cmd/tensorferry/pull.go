@@ -34,14 +34,15 @@ NAME may be a glob: * matches any characters but a slash, ? one such character, 
 one letter, and ** anything; model/ means model/**. If a tensor has exactly that name,
 NAME selects only that tensor.
 
-The output is a .npy file, a .safetensors file if --output ends in .safetensors, or
-raw bytes with --raw. Only a .safetensors file holds more than one tensor. "-", the
-default, is stdout. An output file is written completely or not at all; a device or a
-pipe is written as the bytes arrive.
+The output is a .npy file, a .safetensors file if --output ends in .safetensors, a
+PyTorch file if it ends in .pt or .pth, or raw bytes with --raw. Only a .safetensors
+or .pt file holds more than one tensor: torch.load returns a dict of them or, if NAME is
+no glob, the tensor. "-", the default, is stdout. An output file is written completely
+or not at all; a device or a pipe is written as the bytes arrive.
 
-Names in a .safetensors file do not include the folder that all NAMEs share: those of
-model/* lose model/. --prefix adds another prefix instead. The file gets its metadata
-from model/__metadata__. A model that was pushed from several files becomes one file
+Names in a .safetensors or .pt file do not include the folder that all NAMEs share: those
+of model/* lose model/. --prefix adds another prefix instead. A .safetensors file gets
+its metadata from model/__metadata__. A model that was pushed from several files becomes one file
 or, if --output is a new folder (ending in a slash) or an empty one, the same files
 again.`,
 		Example: `  tensorferry pull x -o x.npy
@@ -52,7 +53,7 @@ again.`,
 		RunE: o.pull,
 	}
 	c.Flags().StringVarP(&o.output, "output", "o", "-", "`file` or folder to write")
-	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that replaces the shared folder of names in a .safetensors file")
+	c.Flags().StringVar(&o.prefix, "prefix", "", "`text` that replaces the shared folder of names in a .safetensors or .pt file")
 	o.sourceFlags.flags(c)
 	c.Flags().BoolVar(&o.raw, "raw", false, "write raw bytes")
 	o.remote.flags(c)
@@ -65,14 +66,14 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 	if err != nil {
 		return err
 	}
-	whole := strings.HasSuffix(o.output, tensorfile.FileSuffix)
+	whole := strings.HasSuffix(o.output, tensorfile.FileSuffix) || isTorch(o.output) && (len(names) != 1 || isGlob(names[0]))
 	folder := strings.HasSuffix(o.output, "/") || isDir(o.output)
 	several := (whole || folder) && !o.source
 	switch {
 	case o.asJSON && o.output == "-":
 		return errJSONOutput
 	case o.prefix != "" && (!whole || o.source):
-		return usage("--prefix needs a .safetensors file as --output, and no --source")
+		return usage("--prefix needs a .safetensors file as --output, or a .pt file of several tensors, and no --source")
 	case len(selections) != 1 && !several:
 		return oneTensor(o.output)
 	}
@@ -176,7 +177,7 @@ func (o *pullOptions) begin(out output, list []client.Stored, prefix string, bes
 }
 
 func oneTensor(output string) error {
-	return usage("--output %s takes one tensor; use a .safetensors file for several", output)
+	return usage("--output %s takes one tensor; use a .safetensors or .pt file for several", output)
 }
 
 // sharedPrefix returns the folder that all names share: model/ for model/*, and none for x.

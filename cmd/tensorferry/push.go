@@ -36,10 +36,10 @@ tensor is stored completely and has been checked; if the store is a folder, it i
 disk. An existing tensor of the same name is replaced atomically.
 
 FILE is one of
-  x.npy              stored as x
-  model.safetensors  its tensors are stored as model/ and their own names; .npz files
-                     are stored in the same way
-  FILE:name          only one tensor of a .safetensors or .npz file
+  x.npy              stored as x; so is a .pt or .pth file of one tensor
+  model.safetensors  its tensors are stored as model/ and their own names; .npz files, and
+                     .pt files of a dict of tensors, are stored in the same way
+  FILE:name          only one tensor of a .safetensors, .npz or .pt file
   FOLDER             the model in it, one or more .safetensors files; for several, their
                      .safetensors.index.json means the same
   -                  stdin, which needs a NAME

@@ -50,10 +50,12 @@ infinite elements; and a histogram with equal bins from minimum to maximum. Comp
 numbers count by their magnitude, bool as 0 and 1. Show reads each tensor once and
 never holds a whole one in memory.
 
-FILE is .npy, .npz, a model, raw bytes with --dtype and --shape, or "-" for stdin.
-FILE:name is one tensor of a .npz file or of a model. A model is a .safetensors file,
-the .safetensors.index.json of several, or a folder with one of these; show lists its
-metadata and tensors, and reads the tensors only with --stats, --head or --slice.
+FILE is .npy, .npz, .pt or .pth, a model, raw bytes with --dtype and --shape, or "-" for
+stdin. FILE:name is one tensor of a .npz file or of a model. A model is a .safetensors
+file, the .safetensors.index.json of several, a folder with one of these, or a .pt file
+of a dict of tensors; show lists its metadata and tensors, and reads the tensors only
+with --stats, --head or --slice. Of a .pt file nothing is executed: what holds more than
+tensors, such as an optimizer's state, is refused.
 
 With --server, NAME is a tensor in the server's store or a glob, as for pull, or, with
 --source, a source.

@@ -141,6 +141,11 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 // globs are the characters that make a name a glob.
 const globs = "*?["
 
+// isGlob reports whether a name stands for any number of tensors.
+func isGlob(name string) bool {
+	return strings.ContainsAny(name, globs) || strings.HasSuffix(name, "/")
+}
+
 // storedOf lists the tensors that names and globs match, each once. If a tensor's name
 // equals a glob, the glob matches only that tensor. Matching nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
