@@ -9,9 +9,9 @@ import (
 )
 
 // A file of torch.save is a zip archive that is written without looking back: a local header
-// has no sizes, which follow the bytes in a descriptor and stand in the directory. Records
-// are stored as they are, and their bytes begin at a multiple of align. What has no room in
-// 32 bits is in ZIP64's extra field; ZIP64's end record is always there.
+// has no sizes, which follow the bytes, if there are any, in a descriptor and stand in the
+// directory. Records are stored as they are, and their bytes begin at a multiple of align.
+// What has no room in 32 bits is in ZIP64's extra field; ZIP64's end record is always there.
 const (
 	localBegin      = "PK\x03\x04"
 	descriptorBegin = "PK\x07\x08"
@@ -22,7 +22,8 @@ const (
 
 	localSize = 30 // without the name and the extra field
 	entrySize = 46
-	flags     = 0x0808 // sizes follow, the name is UTF-8
+	flags     = 0x0808 // a descriptor follows, the name is UTF-8
+	noBytes   = 0x0800 // of an empty record
 	align     = 64
 	narrow    = math.MaxUint32 // the least that has no room
 )
@@ -50,10 +51,17 @@ func (r *record) wide() (extra []byte) {
 	return extra
 }
 
+func (r *record) flags() uint16 {
+	if r.size == 0 {
+		return noBytes
+	}
+	return flags
+}
+
 // local is the record's local header.
 func (r *record) local() []byte {
 	b := append([]byte(localBegin), make([]byte, localSize-len(localBegin))...)
-	le.PutUint16(b[6:], flags)
+	le.PutUint16(b[6:], r.flags())
 	le.PutUint16(b[26:], uint16(len(r.name)))
 	b = append(append(b, r.name...), r.wide()...)
 	pad := align - (r.offset+int64(len(b))+4)%align
@@ -64,6 +72,9 @@ func (r *record) local() []byte {
 
 // descriptor is what follows the record's bytes.
 func (r *record) descriptor() []byte {
+	if r.size == 0 {
+		return nil
+	}
 	b := le.AppendUint32([]byte(descriptorBegin), r.crc)
 	if r.wide() != nil {
 		return le.AppendUint64(le.AppendUint64(b, uint64(r.size)), uint64(r.size))
@@ -75,7 +86,7 @@ func (r *record) descriptor() []byte {
 func (r *record) entry() []byte {
 	b := append([]byte(entryBegin), make([]byte, entrySize-len(entryBegin))...)
 	size, extra := uint32(min(r.size, narrow)), r.wide()
-	le.PutUint16(b[8:], flags)
+	le.PutUint16(b[8:], r.flags())
 	le.PutUint32(b[16:], r.crc)
 	le.PutUint32(b[20:], size)
 	le.PutUint32(b[24:], size)

@@ -48,11 +48,14 @@ func layoutOf(d tensor.Desc, strides []int64, offset, n int64) (Layout, error) {
 
 // Dense reports whether the window is the tensor: row-major without gaps.
 func (l Layout) Dense() bool {
+	if l.Window == 0 {
+		return true
+	}
 	shape, strides := l.axes()
-	return l.Window == 0 || len(shape) == 1 && strides[0] == 1
+	return len(shape) == 1 && strides[0] == 1
 }
 
-// axes returns as few axes as there can be, but one at least: none of one element, and none
+// axes returns the axes of a tensor with elements, as few as there can be, but one at least: none of one element, and none
 // that goes on where the next one ends.
 func (l Layout) axes() (shape, strides []int64) {
 	shape, strides = []int64{1}, []int64{1}
@@ -76,10 +79,13 @@ func (l Layout) Gather(dst, window []byte) { l.gather(dst, window, 0) }
 
 // gather fills dst, which has whole elements, beginning with the tensor's element from.
 func (l Layout) gather(dst, window []byte, from int64) {
+	if len(dst) == 0 { // there may be no element
+		return
+	}
 	shape, strides := l.axes()
 	w, inner := width(l.Desc), len(shape)-1
 	at, off := make([]int64, len(shape)), int64(0)
-	for i := inner; i >= 0 && len(dst) > 0; i-- {
+	for i := inner; i >= 0; i-- {
 		at[i], from = from%shape[i], from/shape[i]
 		off += at[i] * strides[i]
 	}

@@ -144,9 +144,8 @@ func (r *Reader) header(b []byte) int {
 	if len(b) < used {
 		return 0
 	}
-	rec := record{name: string(b[localSize : localSize+n]), offset: r.pos}
-	r.begin(rec.name)
-	if r.storage != nil {
+	rec := record{name: string(b[localSize : localSize+n]), offset: r.pos, size: 1} // or more, if it is no storage
+	if r.begin(rec.name); r.storage != nil {
 		rec.size = r.storage.size
 	}
 	r.records, r.sum, r.pass = append(r.records, rec), 0, int64(extra-min(extra, maxWide))
@@ -154,10 +153,13 @@ func (r *Reader) header(b []byte) int {
 		r.storage.data = r.pos + int64(used) + r.pass
 		r.pass += rec.size
 	}
+	if rec.size == 0 {
+		r.step = r.header
+	}
 	switch field, wide := b[localSize+n:used], rec.wide(); {
 	case le.Uint16(b[8:]) != 0:
 		r.m.fail(unsupported("the record %q is compressed; torch.save it again", rec.name))
-	case le.Uint16(b[6:]) != flags || [12]byte(b[14:]) != [12]byte{}:
+	case le.Uint16(b[6:]) != rec.flags() || [12]byte(b[14:]) != [12]byte{}:
 		r.m.fail(unsupported("the record %q has its size before it, or other flags; torch.save it again", rec.name))
 	case wide == nil && bytes.HasPrefix(field, []byte{1, 0}):
 		r.m.fail(malformed("the record %q has a ZIP64 field, and needs none", rec.name))
@@ -218,8 +220,8 @@ func (r *Reader) pickle(b []byte) int {
 func (r *Reader) text(b []byte) int {
 	n := bytes.Index(b, []byte(descriptorBegin))
 	switch {
-	case n > maxRecordText, n < 0 && len(b) >= maxRecordText+len(descriptorBegin):
-		return r.m.fail(malformed("the record %q has more than %d bytes", r.last().name, maxRecordText))
+	case n == 0, n > maxRecordText, n < 0 && len(b) >= maxRecordText+len(descriptorBegin):
+		return r.m.fail(malformed("the record %q has no bytes, or more than %d", r.last().name, maxRecordText))
 	case n < 0:
 		return 0
 	case r.place == orderRecord && string(b[:n]) != "little":

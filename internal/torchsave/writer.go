@@ -114,7 +114,7 @@ func (p *Parts) Offset(i int) int64 { return p.offsets[i] }
 // crcs has the CRC-32 (IEEE) of each tensor before.
 func (p *Parts) Gap(i int, crcs []uint32) []byte {
 	b := slices.Clone(p.gaps[i])
-	if i > 0 {
+	if i > 0 && p.records[1+i].size > 0 {
 		le.PutUint32(b[len(descriptorBegin):], crcs[i-1])
 	}
 	if i < len(p.gaps)-1 {
