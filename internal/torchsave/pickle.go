@@ -219,7 +219,7 @@ func (m *machine) marked() int {
 func want[T any](m *machine, v any) (t T) {
 	t, ok := v.(T)
 	if !ok {
-		m.fail(unsupported("a %s where a file of tensors has a %s", kind(v), kind(t)))
+		m.fail(unsupported("a value of type %s where a file of tensors has one of type %s", kind(v), kind(t)))
 	}
 	return t
 }
@@ -414,7 +414,7 @@ func (m *machine) root() (entries []entry, bare bool) {
 		t, ok := d.values[i].(*rebuilt)
 		switch {
 		case !ok:
-			m.fail(unsupported("%.*q in the dict is a %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i])))
+			m.fail(unsupported("%.*q in the dict is of type %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i])))
 		case seen[name]:
 			m.fail(malformed("%.*q comes twice in the dict", quoted, name))
 		case i == maxTensors:

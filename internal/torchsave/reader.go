@@ -252,7 +252,7 @@ func (r *Reader) descriptor(b []byte) int {
 	case r.storage != nil:
 		r.storage.crc = rec.crc
 	}
-	r.known, r.step = r.m.err == nil, r.header
+	r.known, r.step = r.known || r.m.err == nil, r.header
 	return used
 }
 
