@@ -137,17 +137,16 @@ func (m *machine) step(p []byte) (n int) {
 	arg, skip := op.arg, 1
 	switch {
 	case op.do == nil:
-		if _, name, known := strings.Cut(" "+others, " "+string(p[:1])); known {
-			name, _, _ = strings.Cut(name, " ")
-			return m.fail(unsupported("the opcode %s in data.pkl: it holds more than tensors of numbers", name))
-		}
-		return m.fail(malformed("the byte 0x%02x in data.pkl is no opcode", p[0]))
+		_, name, known := strings.Cut(" "+others, " "+string(p[:1]))
+		name, _, _ = strings.Cut(name, " ")
+		m.must(known, malformed, "the byte 0x%02x in data.pkl is no opcode", p[0])
+		m.must(false, unsupported, "the opcode %s in data.pkl: it holds more than tensors of numbers", name)
+		return 0
 	case arg == argLines:
 		p = p[:min(len(p), maxGlobal)]
 		lines := bytes.SplitAfterN(p, []byte("\n"), 3)
-		if len(lines) < 3 && len(p) == maxGlobal {
-			return m.fail(malformed("a global of more than %d bytes: %.*q", maxGlobal, quoted, p[1:]))
-		} else if len(lines) < 3 {
+		if len(lines) < 3 {
+			m.must(len(p) < maxGlobal, malformed, "a global of more than %d bytes: %.*q", maxGlobal, quoted, p[1:])
 			return 0
 		}
 		arg = len(lines[0]) + len(lines[1]) - skip
@@ -155,48 +154,41 @@ func (m *machine) step(p []byte) (n int) {
 		if skip = -arg; len(p) < skip {
 			return 0
 		}
-		if n := number(p[1:skip]); n > maxText {
-			return m.fail(malformed("%s of %d bytes, the limit is %d", op.name, n, maxText))
+		if arg = int(number(p[1:skip])); !m.must(arg <= maxText, malformed, "%s of %d bytes, the limit is %d", op.name, arg, maxText) {
+			return 0
 		}
-		arg = int(number(p[1:skip]))
 	}
 	if n = skip + arg; len(p) < n {
 		return 0
 	}
 	m.read += n
 	m.crc = crc32.Update(m.crc, crc32.IEEETable, p[:n])
-	switch {
-	case m.read > m.most:
-		m.fail(limited("data.pkl has more than %d bytes", m.most))
-	case (m.read == n) != (p[0] == 0x80):
-		m.fail(malformed("data.pkl does not begin with its only PROTO"))
-	default:
+	if m.must(m.read <= m.most, limited, "data.pkl has more than %d bytes", m.most) &&
+		m.must((m.read == n) == (p[0] == 0x80), malformed, "data.pkl does not begin with its only PROTO") {
 		op.do(m, p[skip:n])
 	}
 	return n
 }
 
-// fail keeps the first error.
-func (m *machine) fail(err error) int {
-	if m.err == nil {
-		m.err = err
+// must reports whether ok, and keeps the first error if not.
+func (m *machine) must(ok bool, refuse func(string, ...any) error, text string, args ...any) bool {
+	if !ok && m.err == nil {
+		m.err = refuse(text, args...)
 	}
-	return 0
+	return ok
 }
 
 func (m *machine) push(v any) {
-	if m.values++; m.values > maxValues || len(m.stack) == maxStack {
-		m.fail(limited("data.pkl makes more than %d values, or leaves more than %d waiting", maxValues, maxStack))
-		return
+	m.values++
+	if m.must(m.values <= maxValues && len(m.stack) < maxStack, limited, "data.pkl makes more than %d values, or leaves more than %d waiting", maxValues, maxStack) {
+		m.stack = append(m.stack, v)
 	}
-	m.stack = append(m.stack, v)
 }
 
 // pop removes and copies the last n values. If they are not there, it fails and returns others.
 func (m *machine) pop(n int) []any {
 	begin := len(m.stack) - n
-	if n < 0 || begin < 0 || slices.Contains(m.stack[begin:], any(mark{})) {
-		m.fail(malformed("data.pkl takes a value that is not there"))
+	if !m.must(n >= 0 && begin >= 0 && !slices.Contains(m.stack[max(begin, 0):], any(mark{})), malformed, "data.pkl takes a value that is not there") {
 		return make([]any, max(n, 0))
 	}
 	popped := slices.Clone(m.stack[begin:])
@@ -219,7 +211,7 @@ func (m *machine) marked() int {
 func want[T any](m *machine, v any) (t T) {
 	t, ok := v.(T)
 	if !ok {
-		m.fail(unsupported("a value of type %s where a file of tensors has one of type %s", kind(v), kind(t)))
+		m.must(ok, unsupported, "a value of type %s where a file of tensors has one of type %s", kind(v), kind(t))
 	}
 	return t
 }
@@ -237,57 +229,44 @@ func number(b []byte) int64 {
 }
 
 func (m *machine) signed(arg []byte) {
-	if len(arg) > 8 || len(arg) > 0 && arg[len(arg)-1] > math.MaxInt8 {
-		m.fail(malformed("a number that is negative or has %d bytes", len(arg)))
-	}
+	m.must(len(arg) == 0 || len(arg) <= 8 && arg[len(arg)-1] <= math.MaxInt8, malformed, "a number that is negative or has %d bytes", len(arg))
 	m.push(number(arg))
 }
 
 func (m *machine) proto(arg []byte) {
-	if arg[0] != 2 {
-		m.fail(unsupported("pickle protocol %d; torch.save it without pickle_protocol", arg[0]))
-	}
+	m.must(arg[0] == 2, unsupported, "pickle protocol %d; torch.save it without pickle_protocol", arg[0])
 }
 
 func (m *machine) global(arg []byte) {
 	name := strings.Replace(string(arg[:len(arg)-1]), "\n", " ", 1)
 	v, known := globals[name]
-	if !known {
-		m.fail(unsupported("the global %.*q: it is none that plain tensors need", quoted, name))
-	}
+	m.must(known, unsupported, "the global %.*q: it is none that plain tensors need", quoted, name)
 	m.push(v)
 }
 
 func (m *machine) text(arg []byte) {
-	if !utf8.Valid(arg) {
-		m.fail(malformed("a text that is not UTF-8: %.*q", quoted, arg))
-	}
+	m.must(utf8.Valid(arg), malformed, "a text that is not UTF-8: %.*q", quoted, arg)
 	m.push(string(arg))
 }
 
+// put keeps the last value at the end of the memo: pickle counts, so nobody says where it ends.
 func (m *machine) put(arg []byte) {
 	v := m.pop(1)[0]
-	if number(arg) != int64(len(m.memo)) { // pickle counts; so nobody says where the memory ends
-		m.fail(malformed("data.pkl keeps a value as %d, and not as %d", number(arg), len(m.memo)))
-	}
+	m.must(number(arg) == int64(len(m.memo)), malformed, "data.pkl keeps a value as %d, and not as %d", number(arg), len(m.memo))
 	m.memo = append(m.memo, v)
 	m.push(v)
 }
 
 func (m *machine) get(arg []byte) {
-	if number(arg) >= int64(len(m.memo)) {
-		m.fail(malformed("data.pkl asks for the value %d of %d that it has kept", number(arg), len(m.memo)))
-		return
+	if m.must(number(arg) < int64(len(m.memo)), malformed, "data.pkl asks for the value %d of %d that it has kept", number(arg), len(m.memo)) {
+		m.push(m.memo[number(arg)])
 	}
-	m.push(m.memo[number(arg)])
 }
 
 // set puts pairs into the dict that is last.
 func (m *machine) set(pairs []any) {
 	d := want[*dict](m, m.pop(1)[0])
-	if len(pairs)%2 != 0 {
-		m.fail(malformed("a key without a value"))
-	}
+	m.must(len(pairs)%2 == 0, malformed, "a key without a value")
 	for i := 0; i < len(pairs) && m.err == nil; i += 2 {
 		d.keys, d.values = append(d.keys, want[string](m, pairs[i])), append(d.values, pairs[i+1])
 		switch v := pairs[i+1].(type) {
@@ -304,11 +283,11 @@ func (m *machine) set(pairs []any) {
 // build drops what a state dict has beside its tensors: the versions of its modules.
 func (m *machine) build([]byte) {
 	state := want[*dict](m, m.pop(1)[0])
-	d := want[*dict](m, m.pop(1)[0])
-	if m.err == nil && (!d.ordered || state.tensors || !slices.Equal(state.keys, []string{"_metadata"})) {
-		m.fail(unsupported("a dict with the attributes %.*q; only _metadata of a state dict is known, numbers and texts", quoted, state.keys))
+	if d := want[*dict](m, m.pop(1)[0]); m.err == nil {
+		m.must(d.ordered && !state.tensors && slices.Equal(state.keys, []string{"_metadata"}), unsupported,
+			"a dict with %d attributes; only _metadata of a state dict is known, numbers and texts", len(state.keys))
+		m.push(d)
 	}
-	m.push(d)
 }
 
 func (m *machine) reduce([]byte) {
@@ -320,8 +299,7 @@ func (m *machine) reduce([]byte) {
 
 // count returns the n values that something is made of, and fails if there are others.
 func (m *machine) count(what string, args tuple, n int) tuple {
-	if len(args) != n {
-		m.fail(malformed("%s is made of %d values, and not of %d", what, n, len(args)))
+	if !m.must(len(args) == n, malformed, "%s is made of %d values, and not of %d", what, n, len(args)) {
 		return make(tuple, n)
 	}
 	return args
@@ -330,35 +308,33 @@ func (m *machine) count(what string, args tuple, n int) tuple {
 // flags checks what a tensor has beside its numbers: whether it requires a gradient, and hooks.
 func (m *machine) flags(gradient, hooks any) {
 	want[bool](m, gradient)
-	if d := want[*dict](m, hooks); m.err == nil && len(d.keys) > 0 {
-		m.fail(unsupported("a tensor with hooks"))
+	if d := want[*dict](m, hooks); m.err == nil {
+		m.must(len(d.keys) == 0, unsupported, "a tensor with hooks")
 	}
 }
 
 // persistent makes a storage of ("storage", type, key, location, elements).
 func (m *machine) persistent([]byte) {
 	id := m.count("a storage", want[tuple](m, m.pop(1)[0]), 5)
+	what, device := want[string](m, id[0]), want[string](m, id[3])
 	s := &storage{kind: want[storageType](m, id[1]), key: want[string](m, id[2]), elements: want[int64](m, id[4])}
-	want[string](m, id[3]) // the device that it was on
 	unit := max(int64(tensor.DataType(s.kind).Bits()/8), 1)
-	if s.size = s.elements * unit; id[0] != any("storage") || s.elements > math.MaxInt64/2/unit {
-		m.fail(malformed("a %v that is no storage, or one of %d elements", id[0], s.elements))
+	s.size = s.elements * unit
+	m.must(what == "storage" && s.elements <= math.MaxInt64/2/unit, malformed, "a %.*q of %d elements on %.*q", quoted, what, s.elements, quoted, device)
+	if old := m.stores[s.key]; old != nil {
+		m.must(old.kind == s.kind && old.elements == s.elements, malformed, "the storage %.*q is of two types or sizes", quoted, s.key)
+		s = old
 	}
-	if old := m.stores[s.key]; old == nil {
-		m.stores[s.key] = s
-	} else if old.kind != s.kind || old.elements != s.elements {
-		m.fail(malformed("the storage %.*q is of two types or sizes", quoted, s.key))
-	}
-	m.push(m.stores[s.key])
+	m.stores[s.key] = s
+	m.push(s)
 }
 
 // rebuild makes a tensor of storage, offset, size, stride, requires_grad, hooks and, if it
 // has n = 7 arguments, its data type.
 func (m *machine) rebuild(args tuple, n int) any {
 	if len(args) > n {
-		if d := want[*dict](m, args[n]); m.err == nil && len(d.keys) > 0 {
-			m.fail(unsupported("a tensor that is marked %.*q; save tensor.resolve_conj().resolve_neg()", quoted, d.keys[0]))
-		}
+		want[*dict](m, args[n])
+		m.must(false, unsupported, "a tensor that is conjugated or negated; save tensor.resolve_conj().resolve_neg()")
 	}
 	args = m.count("a tensor", args, n)
 	s, offset, shape, strides := want[*storage](m, args[0]), want[int64](m, args[1]), m.numbers(args[2]), m.numbers(args[3])
@@ -370,15 +346,13 @@ func (m *machine) rebuild(args tuple, n int) any {
 		d.DType = tensor.DataType(want[dataType](m, args[6]))
 		elements = s.size / max(width(d), 1)
 	}
-	if (s.kind == 0) != (n == 7) {
-		m.fail(malformed("a tensor with a data type of its own has an untyped storage, and no other has"))
-	}
+	m.must((s.kind == 0) == (n == 7), malformed, "a tensor with a data type of its own has an untyped storage, and no other has")
 	l, err := layoutOf(d, strides, offset, elements)
 	if err == nil {
 		err = m.limit(l)
 	}
-	if err != nil {
-		m.fail(err)
+	if m.err == nil {
+		m.err = err
 	}
 	return &rebuilt{s, l, offset * min(l.Window, width(d))} // no bytes begin nowhere
 }
@@ -399,29 +373,18 @@ type entry struct {
 // root returns the tensors that the pickle holds: one without a name, or those of a dict.
 func (m *machine) root() (entries []entry, bare bool) {
 	top := m.pop(1)[0]
-	if len(m.stack) > 0 {
-		m.fail(malformed("data.pkl leaves %d values", len(m.stack)+1))
-	}
+	m.must(len(m.stack) == 0, malformed, "data.pkl leaves %d values", len(m.stack)+1)
 	if t, bare := top.(*rebuilt); bare {
 		return []entry{{"", t}}, true
 	}
-	d := want[*dict](m, top)
-	if m.err != nil {
-		return nil, false
-	}
-	seen := make(map[string]bool, len(d.keys))
-	for i, name := range d.keys {
+	d, seen := want[*dict](m, top), map[string]bool{}
+	for i := 0; m.err == nil && i < len(d.keys); i++ {
+		name := d.keys[i]
 		t, ok := d.values[i].(*rebuilt)
-		switch {
-		case !ok:
-			m.fail(unsupported("%.*q in the dict is of type %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i])))
-		case seen[name]:
-			m.fail(malformed("%.*q comes twice in the dict", quoted, name))
-		case i == maxTensors:
-			m.fail(limited("more than %d tensors", maxTensors))
-		}
-		seen[name] = true
-		entries = append(entries, entry{name, t})
+		m.must(ok, unsupported, "%.*q in the dict is of type %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i]))
+		m.must(!seen[name], malformed, "%.*q comes twice in the dict", quoted, name)
+		m.must(i < maxTensors, limited, "more than %d tensors", maxTensors)
+		entries, seen[name] = append(entries, entry{name, t}), true
 	}
 	return entries, false
 }

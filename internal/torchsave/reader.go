@@ -100,7 +100,7 @@ func (r *Reader) Layout() (l Layout, known bool) {
 // only then known to be what the file's checksums say.
 func (r *Reader) Close() error {
 	if r.m.err == nil && !r.over {
-		r.m.fail(malformed("the file ends too early, behind %d bytes: %w", r.pos+int64(len(r.held)), io.ErrUnexpectedEOF))
+		r.m.err = malformed("the file ends too early, behind %d bytes: %w", r.pos+int64(len(r.held)), io.ErrUnexpectedEOF)
 	}
 	return r.m.err
 }
@@ -125,23 +125,16 @@ func (r *Reader) header(b []byte) int {
 	if len(b) < localSize {
 		return 0
 	}
-	switch begin := string(b[:len(localBegin)]); {
-	case begin == entryBegin && r.place >= versionRecord:
+	begin := string(b[:len(localBegin)])
+	if begin == entryBegin && r.place >= versionRecord {
 		r.listing, r.step = r.pos, r.directory
 		return r.directory(b)
-	case begin == "\x80\x02\x8a\x0a" && r.pos == 0:
-		return r.m.fail(unsupported("a file of torch.save before torch 1.6; load it and torch.save it again"))
-	case begin != localBegin && r.pos == 0:
-		return r.m.fail(malformed("the file does not begin as one of torch.save does"))
-	case begin != localBegin:
-		return r.m.fail(malformed("behind the record %q comes neither another one nor, after all, the directory", r.last().name))
 	}
 	n, extra := int(le.Uint16(b[26:])), int(le.Uint16(b[28:]))
-	if n > maxRecordName {
-		return r.m.fail(malformed("a record with a name of %d bytes, the limit is %d", n, maxRecordName))
-	}
 	used := localSize + n + min(extra, maxWide)
-	if len(b) < used {
+	if !r.m.must(begin != "\x80\x02\x8a\x0a", unsupported, "a file of torch.save before torch 1.6; load it and torch.save it again") ||
+		!r.m.must(begin == localBegin, malformed, "at byte %d begins neither a record of torch.save nor, after all of them, the directory", r.pos) ||
+		!r.m.must(n <= maxRecordName, malformed, "a record with a name of %d bytes, the limit is %d", n, maxRecordName) || len(b) < used {
 		return 0
 	}
 	rec := record{name: string(b[localSize : localSize+n]), offset: r.pos, size: 1} // or more, if it is no storage
@@ -156,16 +149,12 @@ func (r *Reader) header(b []byte) int {
 	if rec.size == 0 {
 		r.step = r.header
 	}
-	switch field, wide := b[localSize+n:used], rec.wide(); {
-	case le.Uint16(b[8:]) != 0:
-		r.m.fail(unsupported("the record %q is compressed; torch.save it again", rec.name))
-	case le.Uint16(b[6:]) != rec.flags() || [12]byte(b[14:]) != [12]byte{}:
-		r.m.fail(unsupported("the record %q has its size before it, or other flags; torch.save it again", rec.name))
-	case wide == nil && bytes.HasPrefix(field, []byte{1, 0}):
-		r.m.fail(malformed("the record %q has a ZIP64 field, and needs none", rec.name))
-	case !bytes.HasPrefix(field, wide):
-		r.m.fail(malformed("the record %q has no ZIP64 field for its %d bytes at %d", rec.name, rec.size, rec.offset))
-	}
+	field, wide := b[localSize+n:used], rec.wide()
+	r.m.must(le.Uint16(b[8:]) == 0, unsupported, "the record %q is compressed; torch.save it again", rec.name)
+	r.m.must(le.Uint16(b[6:]) == rec.flags() && [12]byte(b[14:]) == [12]byte{}, unsupported,
+		"the record %q has its size before it, or other flags; torch.save it again", rec.name)
+	r.m.must(wide != nil || !bytes.HasPrefix(field, []byte{1, 0}), malformed, "the record %q has a ZIP64 field, and needs none", rec.name)
+	r.m.must(bytes.HasPrefix(field, wide), malformed, "the record %q has no ZIP64 field for its %d bytes at %d", rec.name, rec.size, rec.offset)
 	return used
 }
 
@@ -173,10 +162,8 @@ func (r *Reader) header(b []byte) int {
 func (r *Reader) begin(name string) {
 	r.storage, r.step = nil, r.text
 	if r.place < 0 {
-		var first bool
-		if r.prefix, first = strings.CutSuffix(name, order[0]); !first || !strings.HasSuffix(r.prefix, "/") {
-			r.m.fail(unsupported("the first record is %.*q, and not data.pkl: torch.save has not written it", quoted, name))
-		}
+		r.prefix = strings.TrimSuffix(name, order[0])
+		r.m.must(strings.HasSuffix(name, "/"+order[0]), unsupported, "the first record is %.*q, and not data.pkl: torch.save has not written it", quoted, name)
 		r.place, r.step = 0, r.pickle
 		return
 	}
@@ -187,17 +174,10 @@ func (r *Reader) begin(name string) {
 		place, r.step = storageRecord, r.descriptor
 		r.storage = r.m.stores[key]
 	}
-	switch {
-	case !ours || place < 0:
-		r.m.fail(unsupported("the record %.*q: torch.save writes none of this name", quoted, name))
-	case place < r.place, place == r.place && !stored:
-		r.m.fail(malformed("the record %q comes twice, or too late", name))
-	case place > storageRecord && r.came < len(r.m.stores):
-		r.m.fail(malformed("the record %q comes before the storage of a tensor", name))
-	case !stored:
-	case r.storage == nil || r.storage.came:
-		r.m.fail(malformed("the record %q comes twice, or is no storage of a tensor", name))
-	default:
+	r.m.must(ours && place >= 0, unsupported, "the record %.*q: torch.save writes none of this name", quoted, name)
+	r.m.must(place > r.place || place == r.place && stored, malformed, "the record %q comes twice, or too late", name)
+	r.m.must(place <= storageRecord || r.came == len(r.m.stores), malformed, "the record %q comes before the storage of a tensor", name)
+	if stored && r.m.must(r.storage != nil && !r.storage.came, malformed, "the record %q comes twice, or is no storage of a tensor", name) {
 		r.storage.came = true
 		r.came++
 	}
@@ -208,9 +188,8 @@ func (r *Reader) begin(name string) {
 func (r *Reader) pickle(b []byte) int {
 	used := r.m.step(b)
 	if r.m.over {
-		if r.entries, r.bare = r.m.root(); !r.many && (!r.bare || len(r.m.stores) > 1) {
-			r.m.fail(unsupported("a dict of tensors or several storages, and not one tensor"))
-		}
+		r.entries, r.bare = r.m.root()
+		r.m.must(r.many || r.bare && len(r.m.stores) == 1, unsupported, "a dict of tensors or several storages, and not one tensor")
 		r.records[0].size, r.sum, r.step = int64(r.m.read), r.m.crc, r.descriptor
 	}
 	return used
@@ -219,14 +198,11 @@ func (r *Reader) pickle(b []byte) int {
 // text takes a short record and its descriptor.
 func (r *Reader) text(b []byte) int {
 	n := bytes.Index(b, []byte(descriptorBegin))
-	switch {
-	case n == 0, n > maxRecordText, n < 0 && len(b) >= maxRecordText+len(descriptorBegin):
-		return r.m.fail(malformed("the record %q has no bytes, or more than %d", r.last().name, maxRecordText))
-	case n < 0:
+	few := n > 0 && n <= maxRecordText || n < 0 && len(b) < maxRecordText+len(descriptorBegin)
+	if !r.m.must(few, malformed, "the record %q has no bytes, or more than %d", r.last().name, maxRecordText) || n < 0 {
 		return 0
-	case r.place == orderRecord && string(b[:n]) != "little":
-		return r.m.fail(unsupported("the byte order is %q; torch.save it on a machine that is little-endian", b[:n]))
 	}
+	r.m.must(r.place != orderRecord || string(b[:n]) == "little", unsupported, "the byte order is %q; torch.save it on a machine that is little-endian", b[:n])
 	r.last().size, r.sum = int64(n), crc32.ChecksumIEEE(b[:n])
 	if used := r.descriptor(b[n:]); used > 0 {
 		return n + used
@@ -242,15 +218,13 @@ func (r *Reader) descriptor(b []byte) int {
 		return 0
 	}
 	rec.crc = le.Uint32(b[len(descriptorBegin):])
-	switch {
-	case !bytes.HasPrefix(b, []byte(descriptorBegin)):
-		r.m.fail(malformed("the record %q does not end after its %d bytes", rec.name, rec.size))
-	case !bytes.HasPrefix(b, rec.descriptor()):
-		r.m.fail(malformed("what follows the record %q says another size than its %d bytes", rec.name, rec.size))
-	case rec.crc != r.sum && rec.crc != 0 && (r.storage == nil || !r.many): // 0 is none: torch may leave it out
-		r.m.fail(malformed("the record %q is damaged: its checksum is wrong", rec.name))
-	case r.storage != nil:
+	r.m.must(bytes.HasPrefix(b, []byte(descriptorBegin)), malformed, "the record %q does not end after its %d bytes", rec.name, rec.size)
+	r.m.must(bytes.HasPrefix(b, rec.descriptor()), malformed, "what follows the record %q says another size than its %d bytes", rec.name, rec.size)
+	if r.storage != nil {
 		r.storage.crc = rec.crc
+	}
+	if r.storage == nil || !r.many { // 0 is no checksum: torch may leave it out
+		r.m.must(rec.crc == r.sum || rec.crc == 0, malformed, "the record %q is damaged: its checksum is wrong", rec.name)
 	}
 	r.known, r.step = r.known || r.m.err == nil, r.header
 	return used
@@ -267,9 +241,7 @@ func (r *Reader) directory(b []byte) int {
 	if len(b) < len(want) {
 		return 0
 	}
-	if !same(b, want, 4, 8, 12, 16, 36, 42) {
-		r.m.fail(malformed("the directory does not have the record %q as it came", rec.name))
-	}
+	r.m.must(same(b, want, 4, 8, 12, 16, 36, 42), malformed, "the directory does not have the record %q as it came", rec.name)
 	r.listed++
 	return len(want)
 }
@@ -277,14 +249,10 @@ func (r *Reader) directory(b []byte) int {
 // end takes what follows the directory.
 func (r *Reader) end(b []byte) int {
 	want := ends(r.listed, r.listing, r.pos)
-	switch {
-	case r.over:
-		return r.m.fail(malformed("bytes follow the end of the file"))
-	case len(b) < len(want):
+	if !r.m.must(!r.over, malformed, "bytes follow the end of the file") || len(b) < len(want) {
 		return 0
-	case !same(b, want, 12, 16):
-		r.m.fail(malformed("the directory does not end with what came"))
 	}
+	r.m.must(same(b, want, 12, 16), malformed, "the directory does not end with what came")
 	r.over = true
 	return len(want)
 }

@@ -112,8 +112,8 @@ add("no tensors", {})
 c = torch.tensor([1 + 2j, 3 - 1j])
 new = hasattr(torch, "uint16")  # older ones drop what they have no way to write
 if new:
-    refuse("conjugated", c.conj(), 'marked "conj"')
-    refuse("negated", c.conj().imag, 'marked "neg"')
+    refuse("conjugated", c.conj(), "conjugated or negated")
+    refuse("negated", c.conj().imag, "conjugated or negated")
 refuse("quantized", lambda: torch.quantize_per_tensor(x, 0.5, 1, torch.qint8), "")
 refuse("sparse", x.to_sparse(), "_rebuild_sparse_tensor")
 refuse("meta", lambda: torch.empty(3, device="meta"), "_rebuild_")
