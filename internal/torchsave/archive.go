@@ -37,10 +37,11 @@ type record struct {
 	size, offset int64 // in bytes; where its local header begins
 }
 
-// wide is the record's extra field of ZIP64, nil if the record needs none.
-func (r *record) wide() (extra []byte) {
+// wide is the record's extra field of ZIP64, nil if the record needs none: its size and how
+// many bytes it is packed into, which torch leaves at 0 in a local header, and its offset.
+func (r *record) wide(packed int64) (extra []byte) {
 	if r.size >= narrow {
-		extra = le.AppendUint64(le.AppendUint64(extra, uint64(r.size)), uint64(r.size))
+		extra = le.AppendUint64(le.AppendUint64(extra, uint64(r.size)), uint64(packed))
 	}
 	if r.offset >= narrow {
 		extra = le.AppendUint64(extra, uint64(r.offset))
@@ -63,7 +64,7 @@ func (r *record) local() []byte {
 	b := append([]byte(localBegin), make([]byte, localSize-len(localBegin))...)
 	le.PutUint16(b[6:], r.flags())
 	le.PutUint16(b[26:], uint16(len(r.name)))
-	b = append(append(b, r.name...), r.wide()...)
+	b = append(append(b, r.name...), r.wide(0)...)
 	pad := align - (r.offset+int64(len(b))+4)%align
 	b = append(le.AppendUint16(append(b, "FB"...), uint16(pad)), strings.Repeat("Z", int(pad))...)
 	le.PutUint16(b[28:], uint16(len(b)-localSize-len(r.name)))
@@ -76,7 +77,7 @@ func (r *record) descriptor() []byte {
 		return nil
 	}
 	b := le.AppendUint32([]byte(descriptorBegin), r.crc)
-	if r.wide() != nil {
+	if r.wide(0) != nil {
 		return le.AppendUint64(le.AppendUint64(b, uint64(r.size)), uint64(r.size))
 	}
 	return le.AppendUint32(le.AppendUint32(b, uint32(r.size)), uint32(r.size))
@@ -85,7 +86,7 @@ func (r *record) descriptor() []byte {
 // entry is the record's entry in the directory.
 func (r *record) entry() []byte {
 	b := append([]byte(entryBegin), make([]byte, entrySize-len(entryBegin))...)
-	size, extra := uint32(min(r.size, narrow)), r.wide()
+	size, extra := uint32(min(r.size, narrow)), r.wide(r.size)
 	le.PutUint16(b[8:], r.flags())
 	le.PutUint32(b[16:], r.crc)
 	le.PutUint32(b[20:], size)

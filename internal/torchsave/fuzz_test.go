@@ -22,7 +22,7 @@ func fuzzSeeds(f *testing.F) {
 		f.Add(pickled(opcodes+"."), byte(1))
 		f.Add([]byte(opcodes), byte(64))
 	}
-	f.Add(wideHeader(1<<33, "\x01\x00\x10\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\x02\x00\x00\x00"), byte(64))
+	f.Add(wideHeader(1<<33, "\x01\x00\x10\x00\x00\x00\x00\x00\x02\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), byte(64))
 }
 
 // mended is a file with data.pkl's descriptor, and all that follows it, as they must be: what

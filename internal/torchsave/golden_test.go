@@ -34,7 +34,29 @@ type golden struct {
 	}
 }
 
-func goldens(t testing.TB) (list []golden) {
+// large is a file of 4 GiB of zeros, and what comes before and behind them.
+type large struct {
+	Head, Tail string
+	Zeros      int64
+}
+
+func goldens(t testing.TB) []golden {
+	list, _ := allGoldens(t)
+	return list
+}
+
+func unpacked(t testing.TB, text string) []byte {
+	t.Helper()
+	packed, err := base64.StdEncoding.DecodeString(text)
+	require.NoError(t, err)
+	r, err := zlib.NewReader(bytes.NewReader(packed))
+	require.NoError(t, err)
+	data, err := io.ReadAll(r)
+	require.NoError(t, err)
+	return data
+}
+
+func allGoldens(t testing.TB) (list []golden, largest []large) {
 	t.Helper()
 	paths, err := filepath.Glob("testdata/torch-*.json")
 	require.NoError(t, err)
@@ -44,22 +66,18 @@ func goldens(t testing.TB) (list []golden) {
 		require.NoError(t, err)
 		var all struct {
 			Version string
+			Large   large
 			Cases   map[string]golden
 		}
 		require.NoError(t, json.Unmarshal(text, &all))
+		largest = append(largest, all.Large)
 		for _, name := range slices.Sorted(maps.Keys(all.Cases)) {
 			g := all.Cases[name]
-			g.name, g.torch = name, all.Version
-			packed, err := base64.StdEncoding.DecodeString(g.File)
-			require.NoError(t, err)
-			r, err := zlib.NewReader(bytes.NewReader(packed))
-			require.NoError(t, err)
-			g.file, err = io.ReadAll(r)
-			require.NoError(t, err)
+			g.name, g.torch, g.file = name, all.Version, unpacked(t, g.File)
 			list = append(list, g)
 		}
 	}
-	return list
+	return list, largest
 }
 
 // goldenOf returns the file of one case of the newest torch.
@@ -182,4 +200,44 @@ func TestTheLayoutIsKnownEarly(t *testing.T) {
 		require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 		require.True(t, known, g.name)
 	}
+}
+
+// From 4 GiB on sizes and offsets are in ZIP64's fields.
+func TestAStorageOfFourGiB(t *testing.T) {
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 32}}
+	zeros, sum := make([]byte, 1<<20), uint32(0)
+	for range 1 << 12 {
+		sum = crc32.Update(sum, crc32.IEEETable, zeros)
+	}
+	head, err := Head(d)
+	require.NoError(t, err)
+	files := [][2][]byte{{head, Tail(d, sum)}}
+	_, all := allGoldens(t)
+	for _, l := range all {
+		require.EqualValues(t, 1<<32, l.Zeros)
+		files = append(files, [2][]byte{unpacked(t, l.Head), unpacked(t, l.Tail)})
+	}
+	for _, file := range files {
+		r, window := NewReader(1<<32), int64(0)
+		feed := func(piece []byte) {
+			for len(piece) > 0 {
+				data, rest, err := r.Next(piece)
+				require.NoError(t, err)
+				window, piece = window+int64(len(data)), rest
+			}
+		}
+		feed(file[0])
+		l, known := r.Layout()
+		require.True(t, known)
+		require.True(t, l.Equal(d))
+		for range 1 << 12 {
+			feed(zeros)
+		}
+		feed(file[1])
+		require.NoError(t, r.Close())
+		require.EqualValues(t, 1<<32, window)
+	}
+	size, err := Size(d)
+	require.NoError(t, err)
+	require.EqualValues(t, len(files[0][0])+1<<32+len(files[0][1]), size)
 }

@@ -184,7 +184,7 @@ func TestHostileFilesAreRefused(t *testing.T) {
 		"ZIP64 where none is needed":            {wideHeader(6, "\x01\x00\x10\x00\x06\x00\x00\x00\x00\x00\x00\x00\x06\x00\x00\x00\x00\x00\x00\x00"), "has a ZIP64 field, and needs none", ""},
 		"no ZIP64 where it is needed":           {wideHeader(1<<32, ""), "has no ZIP64 field for its 4294967296 bytes", ""},
 		"ZIP64 with another size":               {wideHeader(1<<32, "\x01\x00\x10\x00\x00\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00\x01\x00\x00\x00"), "has no ZIP64 field for its 4294967296 bytes", ""},
-		"a storage that the file does not have": {wideHeader(1<<40, "\x01\x00\x10\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x01\x00\x00"), "ends too early", ""},
+		"a storage that the file does not have": {wideHeader(1<<40, "\x01\x00\x10\x00\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"), "ends too early", ""},
 		"bytes between records":                 {bytes.Replace(right, []byte("PK\x03\x04"), []byte("..PK\x03\x04"), 2)[2:], "begins neither a record of torch.save nor", ""},
 		"a directory before its time":           {changed(right, "little"+descriptorBegin, 6+16, entryBegin), "begins neither a record of torch.save nor", ""},
 		"a directory with another name":         {inDirectory(entrySize+13, "1"), `does not have the record "archive/data/0"`, ""},
@@ -402,4 +402,12 @@ func TestAReaderTakesAFewKiB(t *testing.T) {
 			_, _, _, _ = read(file, 7, 1<<20)
 		}
 	}).AllocedBytesPerOp(), int64(64<<10))
+}
+
+// What is found damaged behind the tensor does not take back what has been said of it.
+func TestALayoutStaysKnown(t *testing.T) {
+	_, known, window, err := read(changed(pickled(good+"."), six.data, 5, "\x01"), 64, 24)
+	require.ErrorContains(t, err, "is damaged")
+	require.True(t, known)
+	require.Len(t, window, 24)
 }

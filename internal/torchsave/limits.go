@@ -13,7 +13,9 @@ const (
 	// maxValues is how many values a pickle may make, of some 100 bytes: torch makes 40 for
 	// each tensor.
 	maxValues = 64 * maxTensors
-	// maxStack is how many values may wait: pickle puts 1 000 pairs into a dict at a time.
+	// atATime is how many pairs are put into a dict at a time, as by pickle.
+	atATime = 1000
+	// maxStack is how many values may wait: a few times those pairs.
 	maxStack = 1 << 13
 	// maxText is how many bytes a text may have, such as a tensor's name.
 	maxText = 4 << 10

@@ -80,7 +80,7 @@ func (r *Reader) Next(p []byte) (data, rest []byte, err error) {
 		}
 		if used := r.step(b); used > 0 { // more than was held, which was too little
 			r.held, p, r.pos = r.held[:0], p[used-before:], r.pos+int64(used)
-		} else {
+		} else if r.m.err == nil { // as much as maxHeld
 			r.held, p = append(r.held[:0], b...), p[len(b)-before:]
 		}
 	}
@@ -149,7 +149,7 @@ func (r *Reader) header(b []byte) int {
 	if rec.size == 0 {
 		r.step = r.header
 	}
-	field, wide := b[localSize+n:used], rec.wide()
+	field, wide := b[localSize+n:used], rec.wide(0)
 	r.m.must(le.Uint16(b[8:]) == 0, unsupported, "the record %q is compressed; torch.save it again", rec.name)
 	r.m.must(le.Uint16(b[6:]) == rec.flags() && [12]byte(b[14:]) == [12]byte{}, unsupported,
 		"the record %q has its size before it, or other flags; torch.save it again", rec.name)

@@ -70,6 +70,9 @@ func NewParts(tensors []tensorfile.Entry, bare bool) (*Parts, error) {
 			return nil, limited("more than %d tensors, or than %d bytes", maxTensors, int64(math.MaxInt64/2))
 		}
 		seen[t.Name], sizes[i], left = true, size, left-size
+		if !bare && i > 0 && i%atATime == 0 {
+			pickle = append(pickle, "u("...)
+		}
 		if !bare {
 			pickle = appendText(pickle, t.Name)
 		}

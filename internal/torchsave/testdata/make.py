@@ -4,7 +4,8 @@
 
 The tests read them without Python. Each case has a file, compressed and in base64, and what is in it: for
 each tensor its name ("" if there is no dict), data type, shape, strides and bytes, row-major
-as hex; or refused, a part of why it is not read.
+as hex; or refused, a part of why it is not read. large has what comes before and behind 4 GiB
+of zeros.
 """
 import base64
 import collections
@@ -143,6 +144,29 @@ script = io.BytesIO()
 torch.jit.save(torch.jit.script(torch.nn.ReLU()), script)
 cases["script"] = {"file": encode(script.getvalue()), "refused": ""}
 
+
+class Ends:
+    """Keeps the begin and the end of a large file."""
+
+    head = tail = b""
+
+    def write(self, data):
+        if len(data) < 1 << 20 and not hasattr(self, "zeros"):
+            self.head += bytes(data)
+        elif len(data) < 1 << 20:
+            self.tail += bytes(data)
+        else:
+            self.zeros = len(data)
+        return len(data)
+
+    def flush(self):
+        pass
+
+
+ends = Ends()
+torch.save(torch.zeros(1 << 32, dtype=torch.uint8), ends)
+large = {"head": encode(ends.head), "zeros": ends.zeros, "tail": encode(ends.tail)}
+
 version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-text = json.dumps({"version": torch.__version__, "cases": cases}, indent=0, ensure_ascii=False)
+text = json.dumps({"version": torch.__version__, "large": large, "cases": cases}, indent=0, ensure_ascii=False)
 pathlib.Path(__file__).with_name(f"torch-{version}.json").write_text(text + "\n", encoding="utf-8")
