@@ -114,10 +114,10 @@ func ends(n int, from, to int64) []byte {
 
 // same reports whether what came is what was to come, but for ranges of bytes: versions,
 // times and attributes may be anything.
-func same(came, want []byte, anything ...int) bool {
+func same(came, want []byte, anything ...[2]int) bool {
 	came = slices.Clone(came[:len(want)])
-	for i := 0; i < len(anything); i += 2 {
-		copy(came[anything[i]:anything[i+1]], want[anything[i]:])
+	for _, a := range anything {
+		copy(came[a[0]:a[1]], want[a[0]:])
 	}
 	return bytes.Equal(came, want)
 }

@@ -3,6 +3,7 @@ package torchsave
 import (
 	"bytes"
 	"io"
+	"slices"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/tensor"
@@ -72,9 +73,9 @@ func slowly(l Layout, window []byte) []byte {
 	n, _ := l.Shape.Elements()
 	for i := range n {
 		off := int64(0)
-		for axis := len(l.Shape) - 1; axis >= 0; axis-- {
-			off += i % l.Shape[axis] * l.Strides[axis]
-			i /= l.Shape[axis]
+		for axis, dim := range slices.Backward(l.Shape) {
+			off += i % dim * l.Strides[axis]
+			i /= dim
 		}
 		data = append(data, window[off*w:(off+1)*w]...)
 	}

@@ -10,7 +10,7 @@ import (
 // Layout is how a tensor lies in the storage of a file.
 type Layout struct {
 	tensor.Desc
-	// Strides are the distances of neighbours along each axis in elements, 0 or more.
+	// Strides are the distances of neighbors along each axis in elements, 0 or more.
 	Strides []int64
 	// Window is how many bytes there are from the tensor's first element to its last one,
 	// both included: what a Reader hands out. It is 0 if there are no elements.

@@ -198,8 +198,8 @@ func (m *machine) pop(n int) []any {
 
 // marked removes the last mark and returns how many values follow it, or -1.
 func (m *machine) marked() int {
-	for i := len(m.stack) - 1; i >= 0; i-- {
-		if m.stack[i] == any(mark{}) {
+	for i, v := range slices.Backward(m.stack) {
+		if v == any(mark{}) {
 			m.stack = slices.Delete(m.stack, i, i+1)
 			return len(m.stack) - i
 		}

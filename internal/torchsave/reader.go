@@ -241,7 +241,7 @@ func (r *Reader) directory(b []byte) int {
 	if len(b) < len(want) {
 		return 0
 	}
-	r.m.must(same(b, want, 4, 8, 12, 16, 36, 42), malformed, "the directory does not have the record %q as it came", rec.name)
+	r.m.must(same(b, want, [2]int{4, 8}, [2]int{12, 16}, [2]int{36, 42}), malformed, "the directory does not have the record %q as it came", rec.name)
 	r.listed++
 	return len(want)
 }
@@ -252,7 +252,7 @@ func (r *Reader) end(b []byte) int {
 	if !r.m.must(!r.over, malformed, "bytes follow the end of the file") || len(b) < len(want) {
 		return 0
 	}
-	r.m.must(same(b, want, 12, 16), malformed, "the directory does not end with what came")
+	r.m.must(same(b, want, [2]int{12, 16}), malformed, "the directory does not end with what came")
 	r.over = true
 	return len(want)
 }

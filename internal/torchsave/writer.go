@@ -117,8 +117,10 @@ func (p *Parts) Offset(i int) int64 { return p.offsets[i] }
 // crcs has the CRC-32 (IEEE) of each tensor before.
 func (p *Parts) Gap(i int, crcs []uint32) []byte {
 	b := slices.Clone(p.gaps[i])
-	if i > 0 && p.records[1+i].size > 0 {
-		le.PutUint32(b[len(descriptorBegin):], crcs[i-1])
+	for _, crc := range crcs[max(i-1, 0):i] {
+		if p.records[1+i].size > 0 { // an empty record has no descriptor
+			le.PutUint32(b[len(descriptorBegin):], crc)
+		}
 	}
 	if i < len(p.gaps)-1 {
 		return b

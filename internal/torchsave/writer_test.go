@@ -115,9 +115,9 @@ func TestWhatCannotBeWrittenIsRefused(t *testing.T) {
 }
 
 func TestThousandsOfTensorsAreReadAgain(t *testing.T) {
-	tensors := make([]tensorfile.Entry, maxTensors)
-	for i := range tensors {
-		tensors[i] = entryOf("layers."+strconv.Itoa(i)+".weight", tensor.Uint8, int64(i%2))
+	var tensors []tensorfile.Entry
+	for i := range maxTensors {
+		tensors = append(tensors, entryOf("layers."+strconv.Itoa(i)+".weight", tensor.Uint8, int64(i%2)))
 	}
 	file, _ := written(t, tensors, false)
 	f, err := parse(file)
