@@ -63,13 +63,17 @@ func (h *small) take(bytes int64) error {
 	if bytes <= requestFree {
 		return nil
 	}
-	n := inbound.HeapShare * bytes
+	return h.takeMemory(inbound.HeapShare * bytes)
+}
+
+// takeMemory is take for bytes that do not lie in Go's heap.
+func (h *small) takeMemory(n int64) error {
 	if h.budget.TryAcquire(smallCalls, n) {
 		h.bytes += n
 		return nil
 	}
 	_, _, limit := h.budget.Used()
-	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call; all small calls together have half of memory_bytes, which is %d", n, limit)
+	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
 	if n > limit/2 { // and never will be
 		why.RetryMillis = 0
 		return why

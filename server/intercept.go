@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"path"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -302,9 +303,10 @@ func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) err
 	}
 }
 
-// logEnd logs the end of an RPC, but neither its payload nor the text of its error, which
+// logEnd counts and logs the end of an RPC, but neither its payload nor the text of its error, which
 // may name a tensor.
 func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
+	s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
 	level := levelOf(err, &s.failedRPCs)
 	if !s.log.Enabled(ctx, level) {
 		return

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math"
 	"net"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -16,11 +17,14 @@ import (
 	"google.golang.org/grpc/reflection"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
@@ -43,8 +47,8 @@ type Service struct {
 	FirstMessage, Idle time.Duration
 }
 
-// Models runs the models of a server for its Services. Its calls are admitted, limited and
-// counted like those of the TensorService. Errors of its methods are *RefusedErrors, which
+// Models runs the models of a server for its Services, and reaches its store. Its calls and
+// transfers are admitted, limited and counted like those of the TensorService. Errors of its methods are *RefusedErrors, which
 // a handler returns unchanged or inspects. Safe for concurrent use.
 type Models struct {
 	server *Server
@@ -122,7 +126,7 @@ func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
 	if r := rpcOf(ctx); err == nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.runs = append(r.runs, run)
+		r.runs = append(slices.DeleteFunc(r.runs, (*serving.Run).Ended), run)
 	}
 	return Run{run}, err
 }
@@ -139,6 +143,50 @@ func (r Run) End(err error) error {
 		return e
 	}
 	return err
+}
+
+// Transfer is a tensor on its way into the store, by Put and Write, or out of it, by Get, Desc
+// and Read. End takes the handler's error, or nil, and returns what the handler must return.
+type Transfer = storing.Direct
+
+// Put begins to store a tensor under a name, for the RPC of ctx. The caller must call End,
+// which makes it visible.
+func (m *Models) Put(ctx context.Context, name string, d tensor.Desc) (*Transfer, error) {
+	return m.server.storing.Put(ctx, m.caller(ctx), name, d)
+}
+
+// Get opens a tensor of the store, or that of a source with its parameters, for the RPC of ctx.
+// The caller must call End.
+func (m *Models) Get(ctx context.Context, name string, source bool, params map[string]string) (*Transfer, error) {
+	return m.server.storing.Get(ctx, m.caller(ctx), frame.Selection{Name: name, Source: source, Params: params})
+}
+
+// Buffer is memory of Config.Pool. Its Bytes may have any content.
+type Buffer struct {
+	*slab.Slab
+	free func()
+}
+
+// Buffer returns n bytes for what a handler keeps beyond the message that it received last.
+// They are charged to Config.Budget, as the messages of small calls are, until Free.
+func (m *Models) Buffer(n int64) (Buffer, error) {
+	size := slab.SizeOf(n)
+	held := small{budget: m.server.cfg.Budget}
+	if err := held.takeMemory(size); err != nil {
+		return Buffer{}, err
+	}
+	mem, err := m.server.cfg.Pool.Get(int(n))
+	if err != nil {
+		held.free()
+		return Buffer{}, m.server.storing.Explain(err)
+	}
+	return Buffer{mem, held.free}, nil
+}
+
+// Free releases the memory, unless it is retained. It must be called once.
+func (b Buffer) Free() {
+	b.Release()
+	b.free()
 }
 
 func (m *Models) caller(ctx context.Context) *admission.Caller {

@@ -2,6 +2,7 @@ package server_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -13,11 +14,14 @@ import (
 	"math"
 	"math/big"
 	"net"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -28,11 +32,13 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -530,4 +536,220 @@ func certificate(t testing.TB) (tls.Certificate, *x509.CertPool) {
 	roots := x509.NewCertPool()
 	roots.AddCert(parsed)
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, roots
+}
+
+// handling serves a foreign service whose streams a function handles, and returns what calls it:
+// an RPC that waits for its end.
+func handling(t *testing.T, change func(*server.Config), handle func(ctx context.Context, m *server.Models) error) (*fixture, func(ctx context.Context) error) {
+	t.Helper()
+	desc := foreignDesc
+	var models *server.Models
+	desc.Streams = []grpc.StreamDesc{{StreamName: "Rows", ClientStreams: true, ServerStreams: true, Handler: func(_ any, s grpc.ServerStream) error {
+		return handle(s.Context(), models)
+	}}}
+	f := serve(t, func(c *server.Config) {
+		c.Services = []server.Service{{Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			models = m
+			r.RegisterService(&desc, new(any))
+		}}}
+		if change != nil {
+			change(c)
+		}
+	})
+	c := dialForeign(t, f.addr)
+	return f, func(ctx context.Context) error {
+		s, err := c.open(ctx, 0)
+		if err == nil {
+			err = s.RecvMsg(new(wrapperspb.BytesValue))
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		return err
+	}
+}
+
+// withStore gives a server a store and a source.
+func withStore(t *testing.T) func(*server.Config) {
+	return func(c *server.Config) {
+		kept := store.NewMemory(testkit.Pool(t), 16*mib)
+		t.Cleanup(func() { require.NoError(t, kept.Close()) })
+		c.Store, c.Sources = kept, new(store.Sources)
+		require.NoError(t, c.Sources.Add("gen", store.Generator()))
+		require.NoError(t, c.Sources.Add("boom", func(context.Context, map[string]string) (store.Reader, error) { panic("oh") }))
+	}
+}
+
+func TestAForeignServicePutsIntoTheStoreAndGetsFromIt(t *testing.T) {
+	testkit.Start(t)
+	x := testkit.Bytes(3*mib+5, 1)
+	registry := prometheus.NewRegistry()
+	f, call := handling(t, func(c *server.Config) {
+		withStore(t)(c)
+		c.Metrics = registry
+	}, func(ctx context.Context, m *server.Models) error {
+		put, err := m.Put(ctx, "a/b", bytesDesc(len(x)))
+		if err != nil {
+			return err
+		}
+		for piece := range slices.Chunk(x, 2*mib-1) {
+			if err := put.Write(piece); err != nil {
+				return put.End(err)
+			}
+		}
+		if _, err := m.Get(ctx, "a/b", false, nil); status.Code(err) == codes.OK || err == nil {
+			return errors.New("it is there before its end")
+		}
+		if err := put.End(nil); err != nil {
+			return err
+		}
+		get, err := m.Get(ctx, "a/b", false, nil)
+		if err != nil {
+			return err
+		}
+		y := make([]byte, len(x))
+		if err := errors.Join(get.Read(y[:7]), get.Read(y[7:])); err != nil || !get.Desc.Equal(bytesDesc(len(x))) || !bytes.Equal(x, y) {
+			return get.End(errors.Join(errors.New("other bytes"), err))
+		}
+		if err := get.End(nil); err != nil {
+			return err
+		}
+		get, err = m.Get(ctx, "gen", true, map[string]string{"shape": "2,3", "fill": "count"})
+		if err != nil {
+			return err
+		}
+		y = make([]byte, 24)
+		if err := get.Read(y); err != nil || y[23] == 0 {
+			return get.End(errors.Join(errors.New("no numbers"), err))
+		}
+		return get.End(nil)
+	})
+	require.NoError(t, call(t.Context()))
+	c := f.counters(t)
+	require.EqualValues(t, 3, c["tensors_ok_total"])
+	require.EqualValues(t, 1, c["tensors_failed_total"], "the one that was not there")
+	require.EqualValues(t, 2*len(x)+24, c["transfer_bytes_total"])
+	require.Zero(t, c["open_transfers"])
+	require.EqualValues(t, 1, c["rpcs_ok_total"])
+	require.NoError(t, testutil.GatherAndCompare(registry, strings.NewReader(`# HELP tensorferry_ended_rpcs_total RPCs that have ended, of every service.
+# TYPE tensorferry_ended_rpcs_total counter
+tensorferry_ended_rpcs_total{code="OK",service="test.Foreign"} 1
+`), "tensorferry_ended_rpcs_total"))
+	list, err := f.server.ListTensors(t.Context(), &pb.ListTensorsRequest{})
+	require.NoError(t, err)
+	require.Len(t, list.GetTensors(), 1)
+	require.Equal(t, "a/b", list.GetTensors()[0].GetName())
+}
+
+func TestTransfersOfAForeignServiceAreUnderTheLimitsOfTheServer(t *testing.T) {
+	testkit.Start(t)
+	put := func(name string, size int, then func(*server.Transfer) error) func(context.Context, *server.Models) error {
+		return func(ctx context.Context, m *server.Models) error {
+			p, err := m.Put(ctx, name, bytesDesc(size))
+			if err != nil {
+				return err
+			}
+			return then(p)
+		}
+	}
+	get := func(name string, source bool, params map[string]string) func(context.Context, *server.Models) error {
+		return func(ctx context.Context, m *server.Models) error {
+			g, err := m.Get(ctx, name, source, params)
+			if err != nil {
+				return err
+			}
+			return g.End(g.Read(make([]byte, 5)))
+		}
+	}
+	var handle func(context.Context, *server.Models) error
+	var evil bool
+	f, call := handling(t, func(c *server.Config) {
+		withStore(t)(c)
+		c.StoredBytes, c.Transfers = 4*mib, 5
+	}, func(ctx context.Context, m *server.Models) error { return handle(ctx, m) })
+	for name, tc := range map[string]struct {
+		handle func(context.Context, *server.Models) error
+		want   codes.Code
+		says   string
+	}{
+		"no name":           {put("", 1, nil), codes.InvalidArgument, "name"},
+		"larger than any":   {put("x", 4*mib+1, nil), codes.ResourceExhausted, "limit of a tensor"},
+		"too many bytes":    {put("x", 3, func(p *server.Transfer) error { return p.End(p.Write(make([]byte, 4))) }), codes.InvalidArgument, "of a tensor of 3"},
+		"too few bytes":     {put("x", 3, func(p *server.Transfer) error { return p.End(nil) }), codes.InvalidArgument, "only 0 bytes"},
+		"ended":             {put("x", 3, func(p *server.Transfer) error { _ = p.End(errors.New("why")); return p.Write([]byte{1}) }), codes.Internal, ""},
+		"left open":         {put("x", 3, func(*server.Transfer) error { return nil }), codes.OK, ""},
+		"panic":             {put("x", 3, func(*server.Transfer) error { panic("oh") }), codes.Internal, ""},
+		"refused":           {put("x", 3, func(p *server.Transfer) error { return p.End(&server.RefusedError{Code: 9, Text: "no"}) }), codes.FailedPrecondition, "no"},
+		"nothing there":     {get("y", false, nil), codes.NotFound, "y"},
+		"no source":         {get("y", true, nil), codes.NotFound, "no source"},
+		"source panics":     {get("boom", true, nil), codes.Internal, ""},
+		"bad params":        {get("gen", true, map[string]string{"shape": "x"}), codes.InvalidArgument, "dimension"},
+		"beyond the tensor": {get("gen", true, map[string]string{"shape": "1"}), codes.InvalidArgument, "of a tensor of 4"},
+		"too many transfers": {func(ctx context.Context, m *server.Models) error {
+			for range 5 {
+				if _, err := m.Put(ctx, "x", bytesDesc(1)); err != nil {
+					return err
+				}
+			}
+			return nil
+		}, codes.ResourceExhausted, "open transfers"},
+		"more memory than half": {func(_ context.Context, m *server.Models) error {
+			b, err := m.Buffer(200 * mib)
+			if err != nil {
+				return err
+			}
+			defer b.Free()
+			evil = len(b.Bytes()) != 200*mib
+			_, err = m.Buffer(57 * mib)
+			return err
+		}, codes.ResourceExhausted, "half of memory_bytes"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			handle = tc.handle
+			err := call(t.Context())
+			require.Equal(t, tc.want, status.Code(err), "%v", err)
+			require.Contains(t, status.Convert(err).Message(), tc.says)
+			testkit.Eventually(t, func() bool {
+				used, _, _ := f.host.Budget().Used()
+				return f.counters(t)["open_transfers"] == 0 && f.counters(t)["store_used_bytes"] == 0 && used == 0
+			}, "nothing left of the transfer")
+		})
+	}
+	require.False(t, evil)
+
+	// A cancelled RPC ends its put, and while the server drains there is none.
+	begun, over := make(chan struct{}), make(chan error, 1)
+	handle = func(ctx context.Context, m *server.Models) error {
+		return put("x", 0, func(p *server.Transfer) error {
+			close(begun)
+			<-ctx.Done()
+			return p.End(nil)
+		})(ctx, m)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() { over <- call(ctx) }()
+	<-begun
+	drained := make(chan error, 1)
+	go func() { drained <- f.server.Shutdown(t.Context()) }()
+	testkit.Eventually(t, func() bool { return f.health(t, "") == "NOT_SERVING" }, "that it drains")
+	select {
+	case err := <-drained:
+		t.Fatalf("drained beside an open put: %v", err)
+	default:
+	}
+	cancel()
+	require.Equal(t, codes.Canceled, status.Code(<-over))
+	require.NoError(t, <-drained)
+}
+
+func TestAForeignServiceWithoutAStoreIsToldSo(t *testing.T) {
+	testkit.Start(t)
+	_, call := handling(t, nil, func(ctx context.Context, m *server.Models) error {
+		_, err := m.Get(ctx, "x", false, nil)
+		_, bad := m.Put(ctx, "x", bytesDesc(1))
+		return cmp.Or(bad, err)
+	})
+	err := call(t.Context())
+	require.Equal(t, codes.FailedPrecondition, status.Code(err))
+	require.Contains(t, err.Error(), "has no store")
 }

@@ -18,7 +18,7 @@ const prefix = "tensorferry_"
 
 // Outcome is what calls are counted by when they have ended, and bytes of transfers.
 type Outcome struct {
-	Of   string // a model in the registry, empty for any other; or the kind of a transfer
+	Of   string // a model in the registry, empty for any other; the kind of a transfer; or a service
 	Code string // as in docs/errors.md, such as NOT_FOUND
 }
 
@@ -39,6 +39,7 @@ type Values struct {
 	OpenTransfers                             map[string]int64  // by kind
 	TransferBytes                             map[Outcome]int64 // payload, by kind
 	EndedTensors                              map[Outcome]int64 // of transfers, by kind
+	EndedRPCs                                 map[Outcome]int64 // by service
 	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
 	MemoryKept                                int64             // bytes
 	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
@@ -96,6 +97,7 @@ var (
 	openTransfers = desc("open_transfers", "Pushes and pulls open now.", "kind")
 	transferBytes = desc("transfer_bytes_total", "Payload bytes of pushes and pulls that have ended.", "kind", "code")
 	endedTensors  = desc("ended_tensors_total", "Tensors of pushes and pulls that have ended, well or not.", "kind", "code")
+	endedRPCs     = desc("ended_rpcs_total", "RPCs that have ended, of every service.", "service", "code")
 	modelValue    = desc("model_value", "What a model measures, in the unit that the gauge's name ends with.", "model", "gauge")
 	buildInfo     = desc("build_info", "1, with the version of the server.", "version", "go_version")
 )
@@ -119,11 +121,11 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 
 // Counters are the values by the names that GetServiceInfo shows, labels summed up.
 func Counters(v *Values) map[string]int64 {
-	out := make(map[string]int64, len(plain)+7)
+	out := make(map[string]int64, len(plain)+9)
 	for _, m := range plain {
 		out[m.name] = m.of(v)
 	}
-	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total", "tensors_ok_total", "tensors_failed_total"} {
+	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total", "tensors_ok_total", "tensors_failed_total", "rpcs_ok_total", "rpcs_failed_total"} {
 		out[name] = 0
 	}
 	calls := map[string]string{"OK": "calls_ok_total", "CANCELLED": "calls_cancelled_total"}
@@ -139,6 +141,10 @@ func Counters(v *Values) map[string]int64 {
 	tensors := map[string]string{"OK": "tensors_ok_total"}
 	for o, n := range v.EndedTensors {
 		out[cmp.Or(tensors[o.Code], "tensors_failed_total")] += n
+	}
+	rpcs := map[string]string{"OK": "rpcs_ok_total"}
+	for o, n := range v.EndedRPCs {
+		out[cmp.Or(rpcs[o.Code], "rpcs_failed_total")] += n
 	}
 	return out
 }
@@ -166,7 +172,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range c.plain {
 		out <- d
 	}
-	for _, d := range []*prometheus.Desc{modelValue, endedCalls, openTransfers, transferBytes, endedTensors, buildInfo} {
+	for _, d := range []*prometheus.Desc{modelValue, endedCalls, endedRPCs, openTransfers, transferBytes, endedTensors, buildInfo} {
 		out <- d
 	}
 	c.seconds.Describe(out)
@@ -181,7 +187,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	for i, m := range plain {
 		send(c.plain[i], m.kind, m.of(&v))
 	}
-	for d, counted := range map[*prometheus.Desc]map[Outcome]int64{endedCalls: v.Ended, transferBytes: v.TransferBytes, endedTensors: v.EndedTensors} {
+	for d, counted := range map[*prometheus.Desc]map[Outcome]int64{endedCalls: v.Ended, endedRPCs: v.EndedRPCs, transferBytes: v.TransferBytes, endedTensors: v.EndedTensors} {
 		for o, n := range counted {
 			send(d, prometheus.CounterValue, n, o.Of, o.Code)
 		}

@@ -28,6 +28,7 @@ func full() Values {
 		ReceivedBytes: 7, SentBytes: 8, ReceivedChunks: 9, SentChunks: 10, CorruptChunks: 11, DuplicateChunks: 12,
 		OpenTransfers: map[string]int64{"push": 1, "pull": 2}, TransferBytes: map[Outcome]int64{{"push", "OK"}: 100, {"pull", "DATA_LOSS"}: 11},
 		EndedTensors: map[Outcome]int64{{"push", "OK"}: 5, {"push", "RESOURCE_EXHAUSTED"}: 6, {"pull", "NOT_FOUND"}: 7},
+		EndedRPCs:    map[Outcome]int64{{"tensorferry.v1.TensorService", "OK"}: 24, {"kpu.torch.Service", "INVALID_ARGUMENT"}: 25},
 		MemoryUsed:   13, MemoryPeak: 14, MemoryLimit: 15, MemoryKept: 18, ReceiveUsed: 20, ReceiveLimit: 21, ReceiveEnded: 22, HeapLimit: 23, RunsAbandoned: 16, Panics: 17,
 		ModelGauges: map[Gauge]float64{{"relu", "queued_blocks"}: 1.5},
 	}
@@ -54,7 +55,7 @@ func TestEveryMetricIsExplainedAndSatisfiesPrometheusLinter(t *testing.T) {
 			require.Regexp(t, "^(go|process)_", name)
 		}
 	}
-	require.Len(t, names, len(plain)+7)
+	require.Len(t, names, len(plain)+8)
 	page, err := os.ReadFile("../../docs/operating.md")
 	require.NoError(t, err)
 	for _, name := range names {

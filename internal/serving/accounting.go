@@ -41,6 +41,7 @@ type counts struct {
 	openTransfers map[string]int64          // by kind
 	transferBytes map[metrics.Outcome]int64 // by kind
 	endedTensors  map[metrics.Outcome]int64 // by kind
+	endedRPCs     map[metrics.Outcome]int64 // by service
 }
 
 // watch follows the registry. Only its models have labels of their own, so that callers
@@ -96,6 +97,13 @@ func (c *counts) TensorsEnded(k Direction, code frame.Code, n int64) {
 	c.endedTensors[metrics.Outcome{Of: string(k), Code: code.String()}] += n
 }
 
+// RPCEnded counts an RPC of a service.
+func (c *counts) RPCEnded(service, code string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endedRPCs[metrics.Outcome{Of: service, Code: code}]++
+}
+
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
 func (c *Core) Panicked(p any) {
 	c.panics.Add(1)
@@ -139,6 +147,6 @@ func (c *Core) Values() metrics.Values {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	v.Ended, v.OpenTransfers, v.TransferBytes = maps.Clone(n.ended), maps.Clone(n.openTransfers), maps.Clone(n.transferBytes)
-	v.EndedTensors = maps.Clone(n.endedTensors)
+	v.EndedTensors, v.EndedRPCs = maps.Clone(n.endedTensors), maps.Clone(n.endedRPCs)
 	return v
 }

@@ -217,6 +217,13 @@ func (r *Run) Next(ctx context.Context) (engine.Out, error) {
 	return o, nil
 }
 
+// Ended reports whether End has been called.
+func (r *Run) Ended() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.ended
+}
+
 // Abandon ends a run whose owner has left it, with err, and releases the results it holds.
 // After End it is a no-op.
 func (r *Run) Abandon(err error) {

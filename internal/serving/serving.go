@@ -90,7 +90,7 @@ func New(cfg Config) *Core {
 		sessions: make(map[*Session]struct{}),
 		counts: counts{
 			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
-			openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64),
+			openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64), endedRPCs: make(map[metrics.Outcome]int64),
 		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())

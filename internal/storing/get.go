@@ -260,21 +260,29 @@ func (g *get) matching(ctx context.Context, glob string) iter.Seq2[picked, error
 	}
 }
 
+// find opens a tensor of the store, or that of a source.
+func (s *Service) find(ctx context.Context, sel *frame.Selection) (r store.Reader, err error) {
+	if !sel.Source && s.Store == nil {
+		return nil, ErrNoStore
+	}
+	if !sel.Source {
+		return s.Store.Open(ctx, sel.Name)
+	}
+	src, ok := s.Sources.Lookup(sel.Name)
+	if !ok {
+		return nil, fmt.Errorf("%w: no source %q", store.ErrNotFound, sel.Name)
+	}
+	err = s.survive(func() (err error) {
+		r, err = src(ctx, sel.Params)
+		return err
+	})
+	return r, err
+}
+
 // reopen opens a tensor when it is its turn.
 func (g *get) reopen(p *picked) (r store.Reader, err error) {
-	if p.sel.Source {
-		src, ok := g.service.Sources.Lookup(p.name)
-		if !ok {
-			return nil, fmt.Errorf("%w: no source %q", store.ErrNotFound, p.name)
-		}
-		err = g.service.survive(func() (err error) {
-			r, err = src(g.ctx, p.sel.Params)
-			return err
-		})
+	if r, err = g.service.find(g.ctx, p.sel); err != nil || p.sel.Source {
 		return r, err
-	}
-	if r, err = g.service.Store.Open(g.ctx, p.name); err != nil {
-		return nil, err
 	}
 	if now := r.Info(); !now.Stored.Equal(p.was.Stored) || now.Digest != p.was.Digest {
 		r.Release()

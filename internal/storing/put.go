@@ -220,7 +220,7 @@ func (in *incoming) run() {
 	}
 	if in.place != nil && kept == nil {
 		if w := in.place.end(); w != nil {
-			p.discard(w)
+			p.service.discard(w)
 		}
 	}
 	p.session.Unstage(in.staged)
@@ -240,16 +240,11 @@ func (in *incoming) store() (info store.Info, err error) {
 		return info, err
 	}
 	in.memory = in.tableBytes()
-	late := time.AfterFunc(s.MemoryWait, func() { in.cancel(context.DeadlineExceeded) }) // cheaper than a context
-	w, err := s.Store.Create(in.ctx, in.name, in.desc.Desc, in.desc.Metadata)
-	late.Stop()
+	w, evicted, err := s.create(in.ctx, in.cancel, in.name, in.desc.Desc, in.desc.Metadata)
 	if err != nil {
-		return info, cmp.Or(context.Cause(in.ctx), err)
+		return info, err
 	}
-	if e, may := w.(store.Evicter); may {
-		in.evicted = e.Evicted()
-		s.tellEvicted(in)
-	}
+	in.evicted = evicted
 	in.place = &placed{service: s, ctx: in.ctx, writer: w}
 	if err := in.receive(w); err != nil {
 		return info, err
@@ -264,6 +259,22 @@ func (in *incoming) store() (info store.Info, err error) {
 		return s.Store.(store.Sets).Ready(in.ctx, w)
 	}
 	return w.Commit(in.ctx)
+}
+
+// create reserves room for a tensor. If that has to wait for too long, it calls cancel, which
+// must cancel ctx.
+func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, name string, d tensor.Desc, metadata map[string]string) (w store.Writer, evicted []store.Info, err error) {
+	late := time.AfterFunc(s.MemoryWait, func() { cancel(context.DeadlineExceeded) }) // cheaper than a context
+	w, err = s.Store.Create(ctx, name, d, metadata)
+	late.Stop()
+	if err != nil {
+		return nil, nil, cmp.Or(context.Cause(ctx), err)
+	}
+	if e, may := w.(store.Evicter); may {
+		evicted = e.Evicted()
+		s.tellEvicted(name, evicted)
+	}
+	return w, evicted, nil
 }
 
 // receive waits until every byte is written.
@@ -361,11 +372,11 @@ func (p *put) commit() {
 // abort discards what is not stored of the set.
 func (p *put) abort() {
 	for _, w := range p.set {
-		p.discard(w)
+		p.service.discard(w)
 	}
 }
 
 // discard ends a writer: a no-op if it was committed.
-func (p *put) discard(w store.Writer) {
-	_ = p.service.survive(func() error { w.Abort(); return nil })
+func (s *Service) discard(w store.Writer) {
+	_ = s.survive(func() error { w.Abort(); return nil })
 }

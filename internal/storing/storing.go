@@ -50,16 +50,16 @@ type Service struct {
 func (s *Service) Evicted() int64 { return s.evicted.Load() }
 
 // tellEvicted counts and logs what the store has evicted for a tensor.
-func (s *Service) tellEvicted(in *incoming) {
-	if len(in.evicted) == 0 {
+func (s *Service) tellEvicted(name string, evicted []store.Info) {
+	if len(evicted) == 0 {
 		return
 	}
-	all := s.evicted.Add(int64(len(in.evicted)))
-	for _, gone := range in.evicted {
-		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", in.name))
+	all := s.evicted.Add(int64(len(evicted)))
+	for _, gone := range evicted {
+		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", name))
 	}
 	if _, due := s.evictions.Again(); due {
-		s.Log.Warn("tensors evicted: the store is full", slog.Int64("evicted", all), slog.String("last", in.evicted[len(in.evicted)-1].Name))
+		s.Log.Warn("tensors evicted: the store is full", slog.Int64("evicted", all), slog.String("last", evicted[len(evicted)-1].Name))
 	}
 }
 
@@ -158,14 +158,20 @@ func (t *task) leave(code frame.Code, bytes int64) {
 
 // failed returns the Summary of a tensor that failed.
 func (t *task) failed(sum frame.Summary, err error) frame.Summary {
-	why := t.service.Explain(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
-	if errors.Is(err, store.ErrFull) {
-		if n, due := t.service.full.Again(); due {
-			t.service.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
-		}
-	}
+	why := t.service.refused(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
 	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
 	return sum
+}
+
+// refused is Explain for a tensor that failed.
+func (s *Service) refused(err error, attrs ...slog.Attr) *serving.RefusedError {
+	why := s.Explain(err, attrs...)
+	if errors.Is(err, store.ErrFull) {
+		if n, due := s.full.Again(); due {
+			s.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
+		}
+	}
+	return why
 }
 
 // summarize ends a tensor; the session is locked.

@@ -1,0 +1,169 @@
+package storing
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/fault"
+	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Direct is one tensor on its way into the store, or out of it or a source, without a session:
+// for services beside the TensorService. It is admitted, drained and counted like a push or a
+// pull of one tensor. It belongs to one goroutine, and ends with its context at the latest.
+type Direct struct {
+	Desc tensor.Desc
+
+	service *Service
+	kind    serving.Direction
+	from    *admission.Caller
+	ctx     context.Context
+
+	mu          sync.Mutex // guards all below
+	place       *placed
+	reader      store.Reader
+	size, moved int64 // bytes
+	err         error
+	forget      func() bool // the end of ctx; nil when it has ended
+}
+
+// Put reserves room for a tensor in the store. End must follow. The error is a *RefusedError.
+func (s *Service) Put(ctx context.Context, from *admission.Caller, name string, desc tensor.Desc) (*Direct, error) {
+	return s.direct(ctx, serving.Push, from, func(d *Direct) (err error) {
+		d.Desc = desc
+		if d.size, err = desc.Bytes(); err != nil {
+			return err
+		}
+		if s.Store == nil {
+			return ErrNoStore
+		}
+		if d.size > s.StoredBytes {
+			return fmt.Errorf("%w: %d bytes, the limit of a tensor is %d", tensor.ErrTooLarge, d.size, s.StoredBytes)
+		}
+		inner, cancel := context.WithCancelCause(ctx)
+		defer cancel(nil)
+		w, _, err := s.create(inner, cancel, name, desc, nil)
+		d.place = &placed{service: s, ctx: ctx, writer: w}
+		return err
+	})
+}
+
+// Get opens the tensor that a selection names, which is not a glob. End must follow. The error
+// is a *RefusedError.
+func (s *Service) Get(ctx context.Context, from *admission.Caller, sel frame.Selection) (*Direct, error) {
+	return s.direct(ctx, serving.Pull, from, func(d *Direct) (err error) {
+		if bad := check([]frame.Selection{sel}); bad != nil {
+			return bad
+		}
+		if d.reader, err = s.find(ctx, &sel); err != nil {
+			return err
+		}
+		d.Desc = d.reader.Info().Desc
+		d.size, err = d.Desc.Bytes()
+		return err
+	})
+}
+
+// direct admits a transfer, which begin begins.
+func (s *Service) direct(ctx context.Context, kind serving.Direction, from *admission.Caller, begin func(d *Direct) error) (*Direct, error) {
+	if err := s.Begin(); err != nil {
+		return nil, err
+	}
+	if err := s.EnterTransfer(kind, from); err != nil {
+		s.End()
+		return nil, err
+	}
+	d := &Direct{service: s, kind: kind, from: from, ctx: ctx}
+	err := s.survive(func() error { return begin(d) })
+	d.mu.Lock()
+	d.forget = context.AfterFunc(ctx, func() { _ = d.End(context.Cause(ctx)) })
+	d.mu.Unlock()
+	if err != nil {
+		return nil, d.End(err)
+	}
+	return d, nil
+}
+
+// Write copies data to the next bytes of the tensor that is put.
+func (d *Direct) Write(data []byte) error {
+	return d.move(data, func(off int64, p []byte) error { return d.place.WriteViews(off, [][]byte{p}) })
+}
+
+// Read copies the next bytes of the tensor to data, as many as it has room for.
+func (d *Direct) Read(data []byte) error {
+	return d.move(data, func(off int64, p []byte) error {
+		from, held, err := d.reader.View(d.ctx, off, int64(len(p)))
+		if err != nil {
+			return err
+		}
+		defer held.Release()
+		if len(from) != len(p) {
+			return fmt.Errorf("storing: %d bytes asked for at %d, got %d", len(p), off, len(from))
+		}
+		return fault.Guard(func() { copy(p, from) }) // it may be a file's
+	})
+}
+
+// move moves data, which it borrows, piece by piece.
+func (d *Direct) move(data []byte, piece func(off int64, p []byte) error) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for p := range slices.Chunk(data, session.PieceBytes) {
+		if d.forget == nil || d.ctx.Err() != nil {
+			return cmp.Or(d.err, context.Cause(d.ctx), stream.ErrClosed)
+		}
+		if int64(len(p)) > d.size-d.moved {
+			return frame.Errorf(frame.InvalidArgument, "bytes [%d,+%d) of a tensor of %d", d.moved, len(p), d.size)
+		}
+		if err := d.service.survive(func() error { return piece(d.moved, p) }); err != nil {
+			return err
+		}
+		d.moved += int64(len(p))
+	}
+	return nil
+}
+
+// End ends the transfer, the first time: a tensor that is put becomes visible, durably if the
+// store is durable, if err is nil and all has been written; otherwise it is discarded. The error
+// is what the caller is told, a *RefusedError.
+func (d *Direct) End(err error) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.forget == nil {
+		return d.err
+	}
+	d.forget()
+	d.forget = nil
+	s, code := d.service, frame.OK
+	if d.place != nil && d.place.writer != nil {
+		if err == nil && d.moved < d.size {
+			err = frame.Errorf(frame.InvalidArgument, "only %d bytes of a tensor of %d came", d.moved, d.size)
+		}
+		w := d.place.end()
+		if err == nil {
+			err = s.survive(func() error { _, err := w.Commit(d.ctx); return err })
+		}
+		s.discard(w)
+	}
+	if d.reader != nil {
+		_ = s.survive(func() error { d.reader.Release(); return nil })
+	}
+	if err != nil {
+		why := s.refused(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
+		code, d.err = why.Code, why
+	}
+	s.TensorsEnded(d.kind, code, 1)
+	s.TransferEnded(d.kind, code, d.moved)
+	s.LeaveTransfer(d.kind, d.from)
+	s.Core.End()
+	return d.err
+}
