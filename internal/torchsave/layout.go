@@ -77,6 +77,10 @@ func (l Layout) axes() (shape, strides []int64) {
 // Desc says, window as many as Window does.
 func (l Layout) Gather(dst, window []byte) { l.gather(dst, window, 0) }
 
+// GatherFrom copies only as many elements as dst has room for, beginning with element from in
+// row-major order.
+func (l Layout) GatherFrom(dst, window []byte, from int64) { l.gather(dst, window, from) }
+
 // gather fills dst, which has whole elements, beginning with the tensor's element from.
 func (l Layout) gather(dst, window []byte, from int64) {
 	if len(dst) == 0 { // there may be no element

@@ -1,0 +1,159 @@
+// Package kpu serves the contract of another system, kpu.torch.Service: its clients send
+// tensors, as files of torch.save in chunks, to a server's models and its store.
+//
+// It refuses pickles of anything but a tensor. A program passes Config.Service to
+// server.Config; it is safe for concurrent use. It keeps no bytes but chunks out of order,
+// strided tensors, and results until they are sent, in memory of the server's budget.
+package kpu
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const (
+	// DefaultModel and DefaultSource are what empty names in Config mean.
+	DefaultModel  = "echo"
+	DefaultSource = "gen"
+	// Prefix and the id of a received tensor are its name in the store.
+	Prefix = "kpu/"
+)
+
+// Config configures the service.
+type Config struct {
+	// Model is what StreamTensors runs: a model with one input and one output.
+	Model string
+	// Source is what SendTensors sends: a source, which gets the parameter shape, or else a
+	// tensor of the store. DefaultSource must be a store.Generator; it makes N(0, 1).
+	Source string
+}
+
+// Service returns the service on a listener of its own, which the server takes over.
+func (c Config) Service(l net.Listener) server.Service {
+	return c.service(l, defaults)
+}
+
+func (c Config) service(l net.Listener, most limits) server.Service {
+	return server.Service{
+		Listener: l, MessageBytes: MessageBytes, FirstMessage: Idle, Idle: Idle,
+		Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			pb.RegisterServiceServer(r, &service{model: cmp.Or(c.Model, DefaultModel), source: cmp.Or(c.Source, DefaultSource), models: m, most: most})
+		},
+	}
+}
+
+type service struct {
+	pb.UnimplementedServiceServer
+	model, source string
+	models        *server.Models
+	most          limits
+}
+
+// ReceiveTensors brings tensors into the store.
+func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChunk, pb.TensorResponse]) error {
+	var ids []string
+	bytes := 0
+	r := s.receiver(func(id string) sink {
+		var put *server.Transfer
+		return sink{
+			open: func(d tensor.Desc) (err error) {
+				put, err = s.models.Put(stream.Context(), Prefix+id, d)
+				return err
+			},
+			write: func(data []byte) error { return put.Write(data) },
+			end: func(err error) error {
+				if put != nil {
+					err = put.End(err)
+				}
+				if bytes += len(id); err == nil && bytes > answerBytes {
+					err = frame.Errorf(frame.ResourceExhausted, "the ids received have more than %d bytes; use several RPCs", answerBytes)
+				}
+				ids = append(ids, id)
+				return err
+			},
+		}
+	})
+	if err := r.receive(stream.Recv); err != nil {
+		return err
+	}
+	return stream.SendAndClose(&pb.TensorResponse{Success: true, Message: fmt.Sprintf("Received %d tensor(s)", len(ids)), ReceivedTensorIds: ids})
+}
+
+// SendTensors sends tensors of a source, one after the other.
+func (s *service) SendTensors(req *pb.TensorRequest, stream grpc.ServerStreamingServer[pb.TensorChunk]) error {
+	shape, err := shapeOf(req.GetParameters())
+	if err != nil {
+		return err
+	}
+	buffer, err := s.models.Buffer(chunkBytes)
+	if err != nil {
+		return err
+	}
+	defer buffer.Free()
+	for range max(req.GetCount(), 1) {
+		if err := s.send(shape, stream, buffer.Bytes()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// send sends one tensor, whose chunks it copies to buffer.
+func (s *service) send(shape string, stream grpc.ServerStreamingServer[pb.TensorChunk], buffer []byte) error {
+	params := map[string]string{"shape": shape}
+	if s.source == DefaultSource {
+		params["fill"], params["seed"] = "normal", strconv.FormatUint(rand.Uint64(), 10)
+	}
+	get, err := s.models.Get(stream.Context(), s.source, true, params)
+	if why, ok := errors.AsType[*server.RefusedError](err); ok && why.Code == frame.NotFound {
+		get, err = s.models.Get(stream.Context(), s.source, false, nil)
+	}
+	if err != nil {
+		return err
+	}
+	f, err := newFile(uuid.NewString(), get.Desc, chunkBytes, s.most.chunks)
+	for i := int64(0); err == nil && i < f.total; i++ {
+		chunk, data := f.chunk(i, buffer)
+		if err = get.Read(data); err == nil {
+			err = stream.Send(f.seal(i, chunk, data))
+		}
+	}
+	return get.End(err)
+}
+
+// integer is what Python's int reads.
+var integer = regexp.MustCompile(`^\s*([+-]?\d+(?:_\d+)*)\s*$`)
+
+// shapeOf returns the shape that a request asks for: 10 by 10 if what it says is not integers.
+func shapeOf(params map[string]string) (shape string, err error) {
+	for dim := range strings.SplitSeq(params["shape"], ",") {
+		text := integer.FindStringSubmatch(dim)
+		if text == nil {
+			return "10,10", nil
+		}
+		n, bad := strconv.ParseInt(strings.ReplaceAll(text[1], "_", ""), 10, 64)
+		switch {
+		case err != nil:
+		case n < 0:
+			err = frame.Errorf(frame.InvalidArgument, "shape: dimension %d; a dimension is 0 or more", n)
+		case bad != nil:
+			err = frame.Errorf(frame.ResourceExhausted, "shape: a dimension is beyond 2^63")
+		}
+		shape += "," + strconv.FormatInt(n, 10)
+	}
+	return strings.TrimPrefix(shape, ","), err
+}

@@ -1,0 +1,221 @@
+package kpu
+
+import (
+	"context"
+	"errors"
+	"hash/maphash"
+	"io"
+	"sync/atomic"
+
+	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/torchsave"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// sink takes a tensor. Its functions copy what they are given.
+type sink struct {
+	open  func(d tensor.Desc) error // when the desc is known
+	write func(data []byte) error
+	end   func(err error) error // once, with nil if all has come; returns what the client is told
+}
+
+// receiver reassembles the tensors of an RPC. It belongs to one goroutine, except for hold and
+// drop.
+type receiver struct {
+	*service
+	begin  func(id string) sink
+	open   map[string]*incoming
+	chunks int64        // of the open tensors
+	held   atomic.Int64 // bytes
+}
+
+func (s *service) receiver(begin func(id string) sink) *receiver {
+	return &receiver{service: s, begin: begin, open: make(map[string]*incoming)}
+}
+
+// hold returns memory of n bytes, which drop frees.
+func (r *receiver) hold(n int64) (b server.Buffer, err error) {
+	if r.held.Add(n) > r.most.held {
+		err = frame.Errorf(frame.ResourceExhausted, "one RPC would hold more than %d bytes of chunks out of order, strided tensors and results", r.most.held)
+	} else {
+		b, err = r.models.Buffer(n)
+	}
+	if err != nil {
+		r.held.Add(-n)
+	}
+	return b, err
+}
+
+func (r *receiver) drop(b server.Buffer) {
+	r.held.Add(-int64(len(b.Bytes())))
+	b.Free()
+}
+
+// incoming is a tensor that has not come whole.
+type incoming struct {
+	sink
+	total  uint32
+	sums   map[uint32]uint64        // of the chunks that have come
+	next   uint32                   // the chunk to be read next
+	early  map[uint32]server.Buffer // chunks beyond it
+	file   *torchsave.Reader
+	layout torchsave.Layout
+	known  bool
+	window *server.Buffer // of a strided tensor
+	filled int
+}
+
+// receive receives until the client has nothing more to send. What is incomplete then is
+// dropped.
+func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) error {
+	for {
+		c, err := recv()
+		if err == nil {
+			err = r.chunk(c.GetTensorId(), c)
+			if t := r.open[c.GetTensorId()]; err != nil && t != nil {
+				err = t.end(err)
+				r.forget(c.GetTensorId(), t)
+			}
+		}
+		if err == nil {
+			continue
+		}
+		for id, t := range r.open {
+			_ = t.end(context.Canceled) // nobody is told
+			r.forget(id, t)
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		return err
+	}
+}
+
+func (r *receiver) forget(id string, t *incoming) {
+	delete(r.open, id)
+	r.chunks -= int64(t.total)
+	for _, b := range t.early {
+		r.drop(b)
+	}
+	if t.window != nil {
+		r.drop(*t.window)
+	}
+}
+
+// seed makes sums that nobody foresees.
+var seed = maphash.MakeSeed()
+
+// chunk takes a chunk, which it borrows.
+func (r *receiver) chunk(id string, c *pb.TensorChunk) (err error) {
+	n, total, t := c.GetChunkNumber(), c.GetTotalChunks(), r.open[id]
+	switch {
+	case n >= total:
+		return frame.Errorf(frame.InvalidArgument, "chunk_number %d of total_chunks %d; the numbers are 0 and up", n, total)
+	case t != nil && total != t.total:
+		return frame.Errorf(frame.InvalidArgument, "total_chunks is %d, and was %d before the tensor was complete", total, t.total)
+	case len(id) > idBytes || t == nil && len(r.open) == r.most.open || t == nil && int64(total) > r.most.chunks-r.chunks:
+		return frame.Errorf(frame.ResourceExhausted, "one RPC may have %d incomplete tensors of %d chunks together, with ids of %d bytes", r.most.open, r.most.chunks, idBytes)
+	case t == nil:
+		t = &incoming{
+			sink: r.begin(id), total: total, file: torchsave.NewReader(tensorBytes),
+			sums: make(map[uint32]uint64), early: make(map[uint32]server.Buffer),
+		}
+		r.open[id] = t
+		r.chunks += int64(total)
+	}
+	sum := maphash.Bytes(seed, c.GetData())
+	if was, again := t.sums[n]; again && was != sum {
+		return frame.Errorf(frame.InvalidArgument, "chunk_number %d came again with other bytes", n)
+	} else if again {
+		return nil
+	}
+	t.sums[n] = sum
+	if n > t.next {
+		b, err := r.hold(int64(len(c.GetData())))
+		if err == nil {
+			copy(b.Bytes(), c.GetData())
+			t.early[n] = b
+		}
+		return err
+	}
+	err = r.read(t, c.GetData())
+	for t.next++; err == nil && t.early[t.next].Slab != nil; t.next++ {
+		b := t.early[t.next]
+		delete(t.early, t.next)
+		err = r.read(t, b.Bytes())
+		r.drop(b)
+	}
+	if err == nil && t.next == t.total {
+		if err = r.finish(t); err == nil {
+			err = t.end(nil)
+			r.forget(id, t)
+		}
+	}
+	return err
+}
+
+// read reads the next bytes of the file, which it borrows.
+func (r *receiver) read(t *incoming, p []byte) error {
+	for len(p) > 0 {
+		data, rest, err := t.file.Next(p)
+		if err != nil {
+			return refused(err)
+		}
+		if l, known := t.file.Layout(); known && !t.known {
+			t.layout, t.known = l, true
+			if l.Dense() {
+				err = t.open(l.Desc)
+			} else if b, e := r.hold(l.Window); e != nil {
+				err = e
+			} else {
+				t.window = &b
+			}
+		}
+		if t.window != nil {
+			t.filled += copy(t.window.Bytes()[t.filled:], data)
+		} else if err == nil && len(data) > 0 {
+			err = t.write(data)
+		}
+		if err != nil {
+			return err
+		}
+		p = rest
+	}
+	return nil
+}
+
+// finish checks the end of the file, and gathers a strided tensor.
+func (r *receiver) finish(t *incoming) error {
+	if err := t.file.Close(); err != nil || t.window == nil {
+		return refused(err)
+	}
+	size, err := t.layout.Bytes()
+	if err != nil {
+		return err
+	}
+	b, err := r.hold(min(size, chunkBytes))
+	if err != nil {
+		return err
+	}
+	defer r.drop(b)
+	err = t.open(t.layout.Desc)
+	for at := int64(0); err == nil && at < size; at += chunkBytes {
+		part := b.Bytes()[:min(size-at, chunkBytes)]
+		t.layout.GatherFrom(part, t.window.Bytes(), at*8/int64(t.layout.DType.Bits()))
+		err = t.write(part)
+	}
+	return err
+}
+
+// refused is what a client is told about an error of its file.
+func refused(err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, tensor.ErrTooLarge):
+		return frame.Errorf(frame.ResourceExhausted, "%v", err)
+	}
+	return frame.Errorf(frame.InvalidArgument, "%v", err)
+}

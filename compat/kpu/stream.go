@@ -1,0 +1,228 @@
+package kpu
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// exchange is one StreamTensors.
+type exchange struct {
+	*receiver
+	ctx    context.Context
+	places chan struct{} // a token for each run
+	out    chan piece    // closed when there is no more
+	fail   context.CancelCauseFunc
+	work   sync.WaitGroup // runs
+}
+
+// piece is a chunk of a result, which retains the memory that it lies in.
+type piece struct {
+	*pb.TensorChunk
+	of *running
+}
+
+// StreamTensors runs the model on tensors. A goroutine receives them and writes to the runs, one
+// for each run copies its result into chunks, and the handler's sends those.
+func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
+	e := &exchange{places: make(chan struct{}, s.most.open), out: make(chan piece)}
+	e.ctx, e.fail = context.WithCancelCause(stream.Context())
+	defer e.fail(nil)
+	e.receiver = s.receiver(func(id string) sink {
+		t := &running{exchange: e, id: id, went: make(chan struct{}, 1)}
+		return sink{t.open, t.write, t.end}
+	})
+	go func() { // ends with the client's last message, or with the RPC
+		if err := e.receive(stream.Recv); err != nil {
+			e.fail(err)
+		}
+		e.work.Wait()
+		close(e.out)
+	}()
+	for {
+		select {
+		case p, more := <-e.out:
+			if !more {
+				return context.Cause(e.ctx)
+			}
+			if err := stream.Send(p.TensorChunk); err != nil {
+				e.fail(err)
+			}
+			p.of.ring.Release()
+			p.of.sent.Add(1)
+			select {
+			case p.of.went <- struct{}{}:
+			default:
+			}
+		case <-e.ctx.Done():
+			return context.Cause(e.ctx)
+		}
+	}
+}
+
+// running is a tensor that a model computes.
+type running struct {
+	*exchange
+	id      string
+	run     *server.Run // nil before open
+	dropped atomic.Bool // its client has left it incomplete
+	sent    atomic.Int64
+	went    chan struct{} // a token when a chunk has been sent
+
+	// Of the goroutine of the result.
+	ring   server.Buffer // chunk i lies at i modulo the number of chunks it holds
+	file   *file         // nil before the result begins
+	next   int64         // chunk
+	filled int           // of its bytes of the tensor
+}
+
+// open opens the run, after the memory in which its result waits: what has a run must not be
+// refused that.
+func (t *running) open(d tensor.Desc) error {
+	select {
+	case t.places <- struct{}{}:
+	case <-t.ctx.Done():
+		return context.Cause(t.ctx)
+	}
+	size, err := d.Bytes()
+	if err == nil {
+		t.ring, err = t.hold(min(max(size+ringExtra, ringLeast), ringBytes))
+	}
+	if err != nil {
+		<-t.places
+		return err
+	}
+	run, err := t.models.Open(t.ctx, server.Request{Model: t.model, Inputs: []engine.Input{{Desc: d, ChunkBytes: tensor.ChunkFor(d, engine.ChunkBytes)}}})
+	if err == nil && len(run.Info().Outputs) != 1 {
+		err = run.End(frame.Errorf(frame.FailedPrecondition, "the model %q has %d outputs; the service needs one with one", t.model, len(run.Info().Outputs)))
+	}
+	if err != nil {
+		t.drop(t.ring)
+		<-t.places
+		return err
+	}
+	t.run = &run
+	t.work.Go(t.result) // ends with the run
+	return nil
+}
+
+// write copies data to the run. What the run does not need any more is dropped.
+func (t *running) write(data []byte) error {
+	if err := t.run.Write(t.ctx, 0, data); err == nil || errors.Is(err, engine.ErrClosed) {
+		return nil
+	}
+	<-t.ctx.Done() // result is told the same, and ends the exchange
+	return context.Cause(t.ctx)
+}
+
+// end leaves the run to result if all has come.
+func (t *running) end(err error) error {
+	if t.run == nil || err == nil {
+		return err
+	}
+	t.dropped.Store(errors.Is(err, context.Canceled))
+	return t.run.End(err)
+}
+
+// result sends what the run makes, and ends it.
+func (t *running) result() {
+	err := t.take()
+	for err == nil && t.sent.Load() < t.file.total {
+		err = t.wait()
+	}
+	if err = t.run.End(err); err != nil && !t.dropped.Load() {
+		t.fail(err)
+	}
+	t.drop(t.ring)
+	<-t.places
+}
+
+// wait waits until a chunk has been sent.
+func (t *running) wait() error {
+	select {
+	case <-t.went:
+		return nil
+	case <-t.ctx.Done():
+		return context.Cause(t.ctx)
+	case <-time.After(t.most.unread):
+		return frame.Errorf(frame.ResourceExhausted, "the client has not read results for %v; it must read them while it sends", t.most.unread)
+	}
+}
+
+// take cuts the run's result into chunks.
+func (t *running) take() error {
+	var early []engine.Out // what comes before its turn
+	defer func() {
+		for _, o := range early {
+			o.Release()
+		}
+	}()
+	for at := int64(0); ; {
+		o, err := t.run.Next(t.ctx)
+		if errors.Is(err, io.EOF) && t.file != nil && t.next == t.file.total {
+			return nil
+		}
+		if errors.Is(err, io.EOF) {
+			err = fmt.Errorf("%w: it ended before its result was complete", engine.ErrModel)
+		} else if err == nil && t.file == nil {
+			early = append(early, o)
+			t.file, err = newFile("processed_"+t.id, o.Desc, min(chunkBytes, int64(len(t.ring.Bytes()))), t.most.chunks)
+		} else if err == nil {
+			early = append(early, o)
+		}
+		for i := 0; err == nil; {
+			if i = slices.IndexFunc(early, func(o engine.Out) bool { return o.Off == at }); i < 0 {
+				break
+			}
+			at += int64(len(early[i].Data))
+			err = t.copy(early[i].Data)
+			early[i].Release()
+			early = slices.Delete(early, i, i+1)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// copy copies the next bytes of the result, and passes on the chunks that are complete.
+func (t *running) copy(p []byte) error {
+	n := int64(len(t.ring.Bytes())) / t.file.step // chunks in the ring
+	for t.next < t.file.total {
+		chunk, data := t.file.chunk(t.next, t.ring.Bytes()[t.next%n*t.file.step:])
+		if len(p) == 0 && t.filled < len(data) {
+			return nil
+		}
+		for t.sent.Load() <= t.next-n {
+			if err := t.wait(); err != nil {
+				return err
+			}
+		}
+		k := copy(data[t.filled:], p)
+		if p, t.filled = p[k:], t.filled+k; t.filled < len(data) {
+			return nil
+		}
+		t.ring.Retain()
+		select {
+		case t.out <- piece{t.file.seal(t.next, chunk, data), t}:
+		case <-t.ctx.Done():
+			t.ring.Release()
+			return context.Cause(t.ctx)
+		}
+		t.next, t.filled = t.next+1, 0
+	}
+	return nil
+}
