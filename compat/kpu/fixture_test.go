@@ -205,8 +205,7 @@ func results(t testing.TB, recv func() (*pb.TensorChunk, error)) (list []result,
 	a := make(assembler)
 	for {
 		c, err := recv()
-		if errors.Is(err, io.EOF) {
-			require.Empty(t, a)
+		if errors.Is(err, io.EOF) { // what is incomplete is dropped, as a client does
 			return list, nil
 		}
 		if err != nil {

@@ -79,11 +79,14 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 				if put != nil {
 					err = put.End(err)
 				}
-				if bytes += len(id); err == nil && bytes > answerBytes {
-					err = frame.Errorf(frame.ResourceExhausted, "the ids received have more than %d bytes; use several RPCs", answerBytes)
+				if err != nil {
+					return err
+				}
+				if bytes += len(id); bytes > answerBytes {
+					return frame.Errorf(frame.ResourceExhausted, "the ids received have more than %d bytes; use several RPCs", answerBytes)
 				}
 				ids = append(ids, id)
-				return err
+				return nil
 			},
 		}
 	})

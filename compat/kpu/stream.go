@@ -24,7 +24,8 @@ type exchange struct {
 	*receiver
 	ctx    context.Context
 	places chan struct{} // a token for each run
-	out    chan piece    // closed when there is no more
+	live   sync.Map      // from the id of each run to a channel that is closed with it
+	out    chan piece    // of results; has room for all rings
 	fail   context.CancelCauseFunc
 	work   sync.WaitGroup // runs
 }
@@ -36,30 +37,27 @@ type piece struct {
 }
 
 // StreamTensors runs the model on tensors. A goroutine receives them and writes to the runs, one
-// for each run copies its result into chunks, and the handler's sends those.
+// for each run copies its result into chunks, and another one sends those. All end with the RPC.
 func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
-	e := &exchange{places: make(chan struct{}, s.most.open), out: make(chan piece)}
+	e := &exchange{places: make(chan struct{}, s.most.open), out: make(chan piece, s.most.open*ringBytes/chunkBytes)}
 	e.ctx, e.fail = context.WithCancelCause(stream.Context())
-	defer e.fail(nil)
 	e.receiver = s.receiver(func(id string) sink {
-		t := &running{exchange: e, id: id, went: make(chan struct{}, 1)}
+		t := &running{exchange: e, id: id, went: make(chan struct{}, 1), over: make(chan struct{})}
 		return sink{t.open, t.write, t.end}
 	})
-	go func() { // ends with the client's last message, or with the RPC
+	go func() {
 		if err := e.receive(stream.Recv); err != nil {
 			e.fail(err)
 		}
 		e.work.Wait()
 		close(e.out)
 	}()
-	for {
-		select {
-		case p, more := <-e.out:
-			if !more {
-				return context.Cause(e.ctx)
-			}
-			if err := stream.Send(p.TensorChunk); err != nil {
-				e.fail(err)
+	go func() {
+		for p := range e.out {
+			if e.ctx.Err() == nil {
+				if err := stream.Send(p.TensorChunk); err != nil {
+					e.fail(err)
+				}
 			}
 			p.of.ring.Release()
 			p.of.sent.Add(1)
@@ -67,10 +65,14 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 			case p.of.went <- struct{}{}:
 			default:
 			}
-		case <-e.ctx.Done():
-			return context.Cause(e.ctx)
 		}
+		e.fail(io.EOF) // unless it has failed
+	}()
+	<-e.ctx.Done()
+	if err := context.Cause(e.ctx); !errors.Is(err, io.EOF) {
+		return err
 	}
+	return nil
 }
 
 // running is a tensor that a model computes.
@@ -78,9 +80,10 @@ type running struct {
 	*exchange
 	id      string
 	run     *server.Run // nil before open
-	dropped atomic.Bool // its client has left it incomplete
+	dropped atomic.Bool // it will not come whole: who receives says why
 	sent    atomic.Int64
 	went    chan struct{} // a token when a chunk has been sent
+	over    chan struct{} // closed with the run
 
 	// Of the goroutine of the result.
 	ring   server.Buffer // chunk i lies at i modulo the number of chunks it holds
@@ -92,6 +95,13 @@ type running struct {
 // open opens the run, after the memory in which its result waits: what has a run must not be
 // refused that.
 func (t *running) open(d tensor.Desc) error {
+	if before, ok := t.live.Load(t.id); ok { // whose chunks must not be taken for this one's
+		select {
+		case <-before.(chan struct{}):
+		case <-t.ctx.Done():
+			return context.Cause(t.ctx)
+		}
+	}
 	select {
 	case t.places <- struct{}{}:
 	case <-t.ctx.Done():
@@ -115,6 +125,7 @@ func (t *running) open(d tensor.Desc) error {
 		return err
 	}
 	t.run = &run
+	t.live.Store(t.id, t.over)
 	t.work.Go(t.result) // ends with the run
 	return nil
 }
@@ -133,7 +144,7 @@ func (t *running) end(err error) error {
 	if t.run == nil || err == nil {
 		return err
 	}
-	t.dropped.Store(errors.Is(err, context.Canceled))
+	t.dropped.Store(true)
 	return t.run.End(err)
 }
 
@@ -148,6 +159,8 @@ func (t *running) result() {
 	}
 	t.drop(t.ring)
 	<-t.places
+	t.live.Delete(t.id)
+	close(t.over)
 }
 
 // wait waits until a chunk has been sent.
