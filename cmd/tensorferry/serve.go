@@ -21,6 +21,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/tensorferry/tensorferry/compat/kpu"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/identity"
@@ -68,6 +69,8 @@ type serveConfig struct {
 	drain                         time.Duration
 	lanes                         int
 	services                      []string // variables that were ignored
+	kpu                           string   // an address
+	kpuConfig                     kpu.Config
 }
 
 // flags declares every setting: its name, default, range and meaning.
@@ -77,6 +80,9 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.StringVar(&c.listen, "listen", defaultListen, "`address` to listen on:\nhost:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
 	f.StringVar(&c.health, "health-listen", off, "`address` of gRPC health and /healthz for probes, which\nneed neither TLS nor a token, or off")
+	f.StringVar(&c.kpu, "kpu", off, "`address` of the service of kpu.torch, for its clients,\nor off")
+	f.StringVar(&c.kpuConfig.Model, "kpu-model", kpu.DefaultModel, "the model `name` that their StreamTensors runs")
+	f.StringVar(&c.kpuConfig.Source, "kpu-source", kpu.DefaultSource, "the `name` of the source, or else of the stored tensor,\nthat their SendTensors sends")
 	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
 	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
 	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
@@ -286,7 +292,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	log := newLog(c)
 	id, err := c.identity(log)
 	if err == nil {
-		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
+		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id), c.mayOpen("kpu", c.kpu, id))
 	}
 	if err != nil {
 		return err
@@ -323,9 +329,15 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
 	}
+	if cfg.Services, err = c.foreign(); err != nil {
+		return errors.Join(err, l.Close())
+	}
 	s, err := server.New(cfg)
 	if err != nil {
 		return errors.Join(err, l.Close())
+	}
+	for _, svc := range cfg.Services {
+		log.Info("listening for kpu.torch", slog.String("address", addressOf(svc.Listener)), slog.String("model", c.kpuConfig.Model))
 	}
 	limitHeap(e, s, pushed)
 	var draining atomic.Bool
@@ -345,7 +357,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
-	for _, address := range []string{c.listen, c.metrics} {
+	for _, address := range []string{c.listen, c.metrics, c.kpu} {
 		if exposed(address) && (id == nil || id.Open()) {
 			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
 		}
@@ -375,6 +387,18 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	log.Info("stopped", slog.Bool("drained", true))
 	return <-served
+}
+
+// foreign opens the listeners of other services.
+func (c *serveConfig) foreign() ([]server.Service, error) {
+	if c.kpu == off {
+		return nil, nil
+	}
+	l, err := listen("kpu", c.kpu, c.bbr)
+	if err != nil {
+		return nil, err
+	}
+	return []server.Service{c.kpuConfig.Service(l)}, nil
 }
 
 // beside serves h on the address of a flag, unless that is off, until stop; failed receives an

@@ -12,6 +12,7 @@ const anything = "anything"
 // layers is the arrow diagram of the module: who imports whom, lowest first. Every
 // package is on it, and every arrow is used.
 var layers = map[string][]string{
+	"api/kpu/torch/server": {},
 	"api/tensorferry/v1":   {},
 	"engine/cuda/fakecuda": {},
 	"engine/cuda/kernels":  {},
@@ -78,6 +79,8 @@ var layers = map[string][]string{
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/fault", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
+
+	"compat/kpu": {"api/kpu/torch/server", "engine", "frame", "internal/torchsave", "server", "tensor"},
 
 	"internal/stress/known":    {"client", "internal/bench", "tensor"},
 	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},

@@ -49,6 +49,14 @@ def program() -> str:
         raise unittest.SkipTest(str(err)) from None
 
 
+def interpreter_with_torch() -> Optional[str]:
+    """Return a Python that has torch: this one, or the system's."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
+            return python
+    return None
+
+
 class Server:
     """A server on a free port. It ends with kill or stop."""
 
@@ -73,7 +81,7 @@ class Server:
                 break
         else:
             raise AssertionError(f"the server did not start: {said}")
-        self.address = m.group(1)
+        self.address, self.said = m.group(1), said
         self._drain = threading.Thread(target=self.process.stderr.read, daemon=True)
         self._drain.start()
 
@@ -146,6 +154,6 @@ def mappings() -> int:
 
 
 __all__ = [
-    "ROOT", "Served", "Server", "descriptors", "eventually", "link_pid", "mappings", "ml_dtypes", "needs_ml_dtypes",
+    "ROOT", "Served", "Server", "descriptors", "eventually", "interpreter_with_torch", "link_pid", "mappings", "ml_dtypes", "needs_ml_dtypes",
     "needs_numpy", "needs_torch", "numpy", "pattern", "program", "shutil", "torch",
 ]  # fmt: skip
