@@ -14,10 +14,25 @@ from typing import Any
 import support
 from support import torch
 
-NAMES = (
-    "bool int8 int16 int32 int64 uint8 float16 bfloat16 float32 float64 complex64 complex128 "
-    "uint16 uint32 uint64 float8_e4m3fn float8_e5m2"
-).split()
+NAMES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float8_e4m3fn",
+    "float8_e5m2",
+]
 DICTS = 200
 
 
