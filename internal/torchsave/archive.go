@@ -16,9 +16,7 @@ const (
 	localBegin      = "PK\x03\x04"
 	descriptorBegin = "PK\x07\x08"
 	entryBegin      = "PK\x01\x02"
-	endBegin        = "PK\x06\x06"
-	locatorBegin    = "PK\x06\x07"
-	lastBegin       = "PK\x05\x06"
+	endBegin        = "PK\x06\x06" // of ZIP64's; then come its locator and the end record of zip
 
 	localSize = 30 // without the name and the extra field
 	entrySize = 46
@@ -104,8 +102,8 @@ func ends(n int, from, to int64) []byte {
 	for _, v := range []int64{int64(n), int64(n), to - from, from} {
 		b = le.AppendUint64(b, uint64(v))
 	}
-	b = le.AppendUint64(append(append(b, locatorBegin...), 0, 0, 0, 0), uint64(to))
-	b = append(append(append(b, 1, 0, 0, 0), lastBegin...), 0, 0, 0, 0)
+	b = le.AppendUint64(append(append(b, "PK\x06\x07"...), 0, 0, 0, 0), uint64(to))
+	b = append(append(append(b, 1, 0, 0, 0), "PK\x05\x06"...), 0, 0, 0, 0)
 	n16 := uint16(min(n, math.MaxUint16))
 	b = le.AppendUint16(le.AppendUint16(b, n16), n16)
 	b = le.AppendUint32(le.AppendUint32(b, uint32(min(to-from, narrow))), uint32(min(from, narrow)))

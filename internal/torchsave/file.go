@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
+	"slices"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -18,13 +19,10 @@ type File struct {
 	// Bare says that the file holds one tensor without a name, and not a dict.
 	Bare bool
 
-	entries []entry
-	index   map[string]int
+	names   []string
+	entries map[string]entry
 	data    []byte // of the whole file
 	close   io.Closer
-
-	mu     sync.Mutex
-	intact map[*storage]bool // its checksum is right
 }
 
 // Open opens a file, and reads and checks all of it but the bytes of its tensors. The
@@ -59,21 +57,23 @@ func parse(data []byte) (*File, error) {
 	if err := r.Close(); err != nil {
 		return nil, err
 	}
-	f := &File{Bare: r.bare, entries: r.entries, index: make(map[string]int, len(r.entries)), data: data, intact: map[*storage]bool{}}
-	for i, e := range f.entries {
-		f.index[e.name] = i
+	f := &File{Bare: r.bare, entries: make(map[string]entry, len(r.entries)), data: data}
+	for _, e := range r.entries {
+		f.names, f.entries[e.name] = append(f.names, e.name), e
+	}
+	for _, s := range r.m.stores {
+		s.intact = sync.OnceValue(func() error {
+			if s.crc != 0 && s.crc != crc32.ChecksumIEEE(data[s.data:s.data+s.size]) {
+				return malformed("the storage %.*q is damaged: its checksum is wrong", quoted, s.key)
+			}
+			return nil
+		})
 	}
 	return f, nil
 }
 
 // Names returns the names of the tensors, in the order of the dict. That of a bare one is empty.
-func (f *File) Names() []string {
-	names := make([]string, len(f.entries))
-	for i, e := range f.entries {
-		names[i] = e.name
-	}
-	return names
-}
+func (f *File) Names() []string { return slices.Clone(f.names) }
 
 // Close closes the file: no tensor may be read any more.
 func (f *File) Close() error { return f.close.Close() }
@@ -81,35 +81,25 @@ func (f *File) Close() error { return f.close.Close() }
 // Array returns a tensor, whose Reader gathers it piece by piece. It reads the whole storage
 // for the checksum before it gives the first byte.
 func (f *File) Array(name string) (tensorfile.Array, error) {
-	i, ok := f.index[name]
+	e, ok := f.entries[name]
 	if !ok {
 		return tensorfile.Array{}, fmt.Errorf("%w: %q", tensorfile.ErrNotFound, name)
 	}
-	t := f.entries[i].rebuilt
-	size, err := t.Bytes()
+	size, err := e.Bytes()
 	if err == nil && size == 0 { // nobody reads it
-		err = f.check(t.storage)
+		err = e.intact()
 	}
-	return tensorfile.Array{Name: name, Desc: t.Desc, Reader: bufio.NewReaderSize(&gathering{f: f, t: t, left: size}, readAhead)}, err
-}
-
-// check returns an error if the bytes of a storage are damaged.
-func (f *File) check(s *storage) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if !f.intact[s] && s.crc != 0 && s.crc != crc32.ChecksumIEEE(f.data[s.data:s.data+s.size]) {
-		return malformed("the storage %.*q is damaged: its checksum is wrong", quoted, s.key)
-	}
-	f.intact[s] = true
-	return nil
+	begin := e.data + e.offset
+	g := &gathering{entry: e, window: f.data[begin : begin+e.Window], left: size}
+	return tensorfile.Array{Name: name, Desc: e.Desc, Reader: bufio.NewReaderSize(g, readAhead)}, err
 }
 
 // gathering reads a tensor of a file, row-major.
 type gathering struct {
-	f    *File
-	t    *rebuilt
-	from int64 // element
-	left int64 // bytes
+	entry
+	window []byte
+	from   int64 // element
+	left   int64 // bytes
 }
 
 // Read implements io.Reader for a p of readAhead bytes or more.
@@ -117,15 +107,12 @@ func (g *gathering) Read(p []byte) (int, error) {
 	if g.left == 0 {
 		return 0, io.EOF
 	}
-	if g.from == 0 {
-		if err := g.f.check(g.t.storage); err != nil {
-			return 0, err
-		}
+	if err := g.intact(); err != nil {
+		return 0, err
 	}
-	w := width(g.t.Desc)
+	w := width(g.Desc)
 	n := min(int64(len(p))/w*w, g.left)
-	begin := g.t.data + g.t.offset
-	g.t.gather(p[:n], g.f.data[begin:begin+g.t.Window], g.from)
+	g.gather(p[:n], g.window, g.from)
 	g.from, g.left = g.from+n/w, g.left-n
 	return int(n), nil
 }

@@ -93,8 +93,8 @@ func FuzzFile(f *testing.F) {
 		if err != nil {
 			return
 		}
-		for i, name := range opened.Names() {
-			if l := opened.entries[i].Layout; l.Window > int64(len(file)) {
+		for _, name := range opened.Names() {
+			if l := opened.entries[name].Layout; l.Window > int64(len(file)) {
 				t.Fatalf("%v in %d bytes", l, len(file))
 			}
 			a, err := opened.Array(name)

@@ -47,8 +47,9 @@ type storage struct {
 	kind           storageType
 	elements, size int64 // an element of an untyped one is a byte; size is in bytes
 	came           bool
-	data           int64  // where its bytes begin in the file
-	crc            uint32 // 0 is none
+	data           int64        // where its bytes begin in the file
+	crc            uint32       // 0 is none
+	intact         func() error // of a whole file: whether the checksum is right
 }
 
 // rebuilt is a tensor.
