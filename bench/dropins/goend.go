@@ -1,0 +1,181 @@
+// Command dropins is the Go end of the benchmark of drop-in services. It reads lines such as
+// "kpu_echo ADDRESS 67108864 5", does so much, and answers with JSON; bench.py starts it.
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"hash/crc32"
+	"io"
+	"log"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+
+	kpupb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
+	splitpb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
+	"github.com/tensorferry/tensorferry/internal/torchsave"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const chunk = 1 << 20
+
+// answer is what is said of a line.
+type answer struct {
+	Seconds []float64 `json:"seconds"`
+	First   float64   `json:"first,omitempty"` // seconds until the first result
+}
+
+// work does something once with the bytes of a tensor, and returns when the first result came.
+type work func(ctx context.Context, conn *grpc.ClientConn, data []byte) (time.Time, error)
+
+var works = map[string]work{"kpu_upload": upload, "kpu_echo": echo, "kpu_first": echo, "split_echo": compute}
+
+func main() {
+	log.SetFlags(0)
+	log.SetPrefix("dropins: ")
+	conns := make(map[string]*grpc.ClientConn)
+	fmt.Println("ready")
+	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); {
+		a, err := do(conns, strings.Fields(lines.Text()))
+		if err != nil {
+			log.Fatalf("%s: %v", lines.Text(), err)
+		}
+		text, err := json.Marshal(a)
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Println(string(text))
+	}
+}
+
+func do(conns map[string]*grpc.ClientConn, words []string) (a answer, err error) {
+	if len(words) != 4 || works[words[0]] == nil {
+		return a, fmt.Errorf("not a line of WORK ADDRESS BYTES COUNT")
+	}
+	size, err := strconv.Atoi(words[2])
+	if err != nil {
+		return a, err
+	}
+	count, err := strconv.Atoi(words[3])
+	if err != nil {
+		return a, err
+	}
+	conn := conns[words[1]]
+	if conn == nil {
+		conn, err = grpc.NewClient(words[1], grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithInitialWindowSize(4<<20), grpc.WithInitialConnWindowSize(4<<20),
+			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)))
+		if err != nil {
+			return a, err
+		}
+		conns[words[1]] = conn
+	}
+	data := bytes.Repeat([]byte{0, 0, 0x80, 0x3f, 1, 2, 3, 0x40}, size/8)
+	for range count {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		begin := time.Now()
+		first, err := works[words[0]](ctx, conn, data)
+		cancel()
+		if err != nil {
+			return a, err
+		}
+		a.First = first.Sub(begin).Seconds()
+		a.Seconds = append(a.Seconds, time.Since(begin).Seconds())
+	}
+	return a, nil
+}
+
+// send cuts the file of a tensor and sends it.
+func send(data []byte, to func(*kpupb.TensorChunk) error) error {
+	d := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data)) / 4}}
+	head, err := torchsave.Head(d)
+	if err != nil {
+		return err
+	}
+	file := bytes.Join([][]byte{head, data, torchsave.Tail(d, crc32.ChecksumIEEE(data))}, nil)
+	total := (len(file) + chunk - 1) / chunk
+	for i := range total {
+		m := &kpupb.TensorChunk{TensorId: "x", ChunkNumber: uint32(i), TotalChunks: uint32(total), IsLast: i == total-1}
+		m.Data = file[i*chunk : min(len(file), (i+1)*chunk)]
+		if i == 0 {
+			m.Metadata = map[string]string{"shape": fmt.Sprint(d.Shape), "dtype": "torch.float32", "device": "cpu", "size_bytes": strconv.Itoa(len(file))}
+		}
+		if err := to(m); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func upload(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
+	s, err := kpupb.NewServiceClient(conn).ReceiveTensors(ctx)
+	if err != nil {
+		return first, err
+	}
+	if err := send(data, s.Send); err != nil {
+		return first, err
+	}
+	r, err := s.CloseAndRecv()
+	if err == nil && !r.GetSuccess() {
+		err = fmt.Errorf("%s", r.GetMessage())
+	}
+	return time.Now(), err
+}
+
+func echo(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
+	s, err := kpupb.NewServiceClient(conn).StreamTensors(ctx)
+	if err != nil {
+		return first, err
+	}
+	sent := make(chan error, 1)
+	go func() {
+		err := send(data, s.Send)
+		_ = s.CloseSend()
+		sent <- err
+	}()
+	r := torchsave.NewReader(1 << 40)
+	got := make([]byte, 0, len(data)) // assembled, as a client has to
+	for {
+		m, err := s.Recv()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			return first, err
+		}
+		if first.IsZero() {
+			first = time.Now()
+		}
+		for rest := m.GetData(); len(rest) > 0; {
+			var part []byte
+			if part, rest, err = r.Next(rest); err != nil {
+				return first, err
+			}
+			got = append(got, part...)
+		}
+	}
+	if err := r.Close(); err != nil {
+		return first, err
+	}
+	if !bytes.Equal(got, data) {
+		return first, fmt.Errorf("another tensor came back")
+	}
+	return first, <-sent
+}
+
+func compute(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
+	r, err := splitpb.NewComputeServiceClient(conn).Compute(ctx, &splitpb.ComputeRequest{Data: data, Shape: []int32{int32(len(data) / 4)}})
+	if err == nil && !bytes.Equal(r.GetData(), data) {
+		err = fmt.Errorf("another tensor came back")
+	}
+	return time.Now(), err
+}
