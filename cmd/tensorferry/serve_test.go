@@ -24,6 +24,7 @@ import (
 	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 
+	kpupb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -295,4 +296,34 @@ func TestTheUnitOfTheDocsStarts(t *testing.T) {
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends(), o.said())
 	t.Log(o.said())
+}
+
+func TestAServerSpeaksToClientsOfKPUTorch(t *testing.T) {
+	testkit.Start(t)
+	o := operate(t, "--kpu", "127.0.0.1:0", "--kpu-model", "relu", "--kpu-source", "gen")
+	at := o.says(`msg="listening for kpu.torch" address=(\S+) model=relu\n`)[1]
+	conn, err := grpc.NewClient(at, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	require.NoError(t, err)
+	defer conn.Close()
+	s, err := kpupb.NewServiceClient(conn).SendTensors(t.Context(), &kpupb.TensorRequest{Parameters: map[string]string{"shape": "2,3"}})
+	require.NoError(t, err)
+	c, err := s.Recv()
+	require.NoError(t, err)
+	require.Equal(t, "[2, 3]", c.GetMetadata()["shape"])
+	up, err := kpupb.NewServiceClient(conn).ReceiveTensors(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, up.Send(c))
+	resp, err := up.CloseAndRecv()
+	require.NoError(t, err)
+	require.Equal(t, []string{c.GetTensorId()}, resp.GetReceivedTensorIds())
+	require.Contains(t, o.get("/metrics", 200), `tensorferry_ended_rpcs_total{code="OK",service="kpu.torch.Service"} 2`)
+	require.NoError(t, conn.Close())
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends())
+
+	o = &operated{t: t, cmd: exec.CommandContext(t.Context(), "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--kpu", "0.0.0.0:0")}
+	o.cmd.Stderr = o
+	require.NoError(t, o.cmd.Start())
+	require.Equal(t, exitUsage, o.ends())
+	require.Contains(t, o.said(), "--kpu 0.0.0.0:0: other machines could connect")
 }

@@ -25,12 +25,12 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+// What empty names in Config mean, and what comes before the id of a tensor in its name in the
+// store.
 const (
-	// DefaultModel and DefaultSource are what empty names in Config mean.
 	DefaultModel  = "echo"
 	DefaultSource = "gen"
-	// Prefix and the id of a received tensor are its name in the store.
-	Prefix = "kpu/"
+	Prefix        = "kpu/"
 )
 
 // Config configures the service.

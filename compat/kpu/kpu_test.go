@@ -109,7 +109,7 @@ func TestChunksComeInAnyOrderAndSize(t *testing.T) {
 				list := chunksOf("a", fileOf(t, x), size.chunk)
 				change(list)
 				again := slices.Insert(slices.Clone(list), 1+rnd.IntN(len(list)), list[0]) // not after the last
-				for _, l := range [][]*pb.TensorChunk{list, append(again[:len(again):len(again)], list...)} {
+				for _, l := range [][]*pb.TensorChunk{list, append(slices.Clip(again), list...)} {
 					if last := len(l) - 1; l[last] == list[0] && len(list) == 1 && last > 0 {
 						l = l[:1]
 					}
@@ -215,11 +215,11 @@ func TestResultsOfRowsLeaveWhileTheInputComes(t *testing.T) {
 	require.NoError(t, s.CloseSend())
 	seen := 1
 	for ; ; seen++ {
-		if _, err := s.Recv(); errors.Is(err, io.EOF) {
+		_, err := s.Recv()
+		if errors.Is(err, io.EOF) {
 			break
-		} else {
-			require.NoError(t, err)
 		}
+		require.NoError(t, err)
 	}
 	require.Equal(t, len(list), seen)
 	require.EqualValues(t, 1, f.counters(t)["calls_ok_total"])

@@ -33,4 +33,4 @@ type limits struct {
 	unread time.Duration // how long a result waits for its client to read some of it
 }
 
-var defaults = limits{open: 16, chunks: 16 << 10, held: 512 << 20, unread: 30 * time.Second}
+var defaults = limits{open: 16, chunks: 16 << 10, held: 512 << 20, unread: time.Minute}

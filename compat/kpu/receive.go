@@ -31,17 +31,29 @@ type receiver struct {
 	held   atomic.Int64 // bytes
 }
 
+// incoming is a tensor that has not come whole.
+type incoming struct {
+	sink
+	total, next uint32                   // chunks: in all, and to be read next
+	sums        map[uint32]uint64        // of those that have come
+	early       map[uint32]server.Buffer // those beyond the next
+	file        *torchsave.Reader
+	known       bool          // the layout is
+	window      server.Buffer // of a strided tensor
+	filled      int           // bytes of it
+}
+
 func (s *service) receiver(begin func(id string) sink) *receiver {
 	return &receiver{service: s, begin: begin, open: make(map[string]*incoming)}
 }
 
 // hold returns memory of n bytes, which drop frees.
-func (r *receiver) hold(n int64) (b server.Buffer, err error) {
-	if r.held.Add(n) > r.most.held {
-		err = frame.Errorf(frame.ResourceExhausted, "one RPC would hold more than %d bytes of chunks out of order, strided tensors and results", r.most.held)
-	} else {
-		b, err = r.models.Buffer(n)
+func (r *receiver) hold(n int64) (server.Buffer, error) {
+	if held := r.held.Add(n); held > r.most.held {
+		r.held.Add(-n)
+		return server.Buffer{}, frame.Errorf(frame.ResourceExhausted, "one RPC may hold %d bytes of chunks out of order, strided tensors and results; %d more are needed", r.most.held, n)
 	}
+	b, err := r.models.Buffer(n)
 	if err != nil {
 		r.held.Add(-n)
 	}
@@ -53,75 +65,52 @@ func (r *receiver) drop(b server.Buffer) {
 	b.Free()
 }
 
-// incoming is a tensor that has not come whole.
-type incoming struct {
-	sink
-	total  uint32
-	sums   map[uint32]uint64        // of the chunks that have come
-	next   uint32                   // the chunk to be read next
-	early  map[uint32]server.Buffer // chunks beyond it
-	file   *torchsave.Reader
-	layout torchsave.Layout
-	known  bool
-	window *server.Buffer // of a strided tensor
-	filled int
-}
-
 // receive receives until the client has nothing more to send. What is incomplete then is
 // dropped.
-func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) error {
-	for {
-		c, err := recv()
-		if err == nil {
+func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
+	for err == nil {
+		var c *pb.TensorChunk
+		if c, err = recv(); err == nil {
 			err = r.chunk(c.GetTensorId(), c)
-			if t := r.open[c.GetTensorId()]; err != nil && t != nil {
-				err = t.end(err)
-				r.forget(c.GetTensorId(), t)
-			}
 		}
-		if err == nil {
-			continue
-		}
-		for id, t := range r.open {
-			_ = t.end(context.Canceled) // nobody is told
-			r.forget(id, t)
-		}
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		return err
 	}
+	for id, t := range r.open {
+		_ = r.end(id, t, context.Canceled) // nobody is told
+	}
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	return err
 }
 
-func (r *receiver) forget(id string, t *incoming) {
+// end ends a tensor, and returns what the client is told.
+func (r *receiver) end(id string, t *incoming, err error) error {
 	delete(r.open, id)
 	r.chunks -= int64(t.total)
 	for _, b := range t.early {
 		r.drop(b)
 	}
-	if t.window != nil {
-		r.drop(*t.window)
+	if t.window.Slab != nil {
+		r.drop(t.window)
 	}
+	return t.sink.end(err)
 }
 
 // seed makes sums that nobody foresees.
 var seed = maphash.MakeSeed()
 
 // chunk takes a chunk, which it borrows.
-func (r *receiver) chunk(id string, c *pb.TensorChunk) (err error) {
+func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 	n, total, t := c.GetChunkNumber(), c.GetTotalChunks(), r.open[id]
 	switch {
 	case n >= total:
 		return frame.Errorf(frame.InvalidArgument, "chunk_number %d of total_chunks %d; the numbers are 0 and up", n, total)
 	case t != nil && total != t.total:
 		return frame.Errorf(frame.InvalidArgument, "total_chunks is %d, and was %d before the tensor was complete", total, t.total)
-	case len(id) > idBytes || t == nil && len(r.open) == r.most.open || t == nil && int64(total) > r.most.chunks-r.chunks:
+	case len(id) > idBytes || t == nil && (len(r.open) == r.most.open || int64(total) > r.most.chunks-r.chunks):
 		return frame.Errorf(frame.ResourceExhausted, "one RPC may have %d incomplete tensors of %d chunks together, with ids of %d bytes", r.most.open, r.most.chunks, idBytes)
 	case t == nil:
-		t = &incoming{
-			sink: r.begin(id), total: total, file: torchsave.NewReader(tensorBytes),
-			sums: make(map[uint32]uint64), early: make(map[uint32]server.Buffer),
-		}
+		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]server.Buffer), file: torchsave.NewReader(tensorBytes)}
 		r.open[id] = t
 		r.chunks += int64(total)
 	}
@@ -140,7 +129,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) (err error) {
 		}
 		return err
 	}
-	err = r.read(t, c.GetData())
+	err := r.read(t, c.GetData())
 	for t.next++; err == nil && t.early[t.next].Slab != nil; t.next++ {
 		b := t.early[t.next]
 		delete(t.early, t.next)
@@ -148,10 +137,9 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) (err error) {
 		r.drop(b)
 	}
 	if err == nil && t.next == t.total {
-		if err = r.finish(t); err == nil {
-			err = t.end(nil)
-			r.forget(id, t)
-		}
+		return r.end(id, t, r.finish(t))
+	} else if err != nil {
+		err = r.end(id, t, err)
 	}
 	return err
 }
@@ -164,34 +152,31 @@ func (r *receiver) read(t *incoming, p []byte) error {
 			return refused(err)
 		}
 		if l, known := t.file.Layout(); known && !t.known {
-			t.layout, t.known = l, true
-			if l.Dense() {
+			if t.known = true; l.Dense() {
 				err = t.open(l.Desc)
-			} else if b, e := r.hold(l.Window); e != nil {
-				err = e
 			} else {
-				t.window = &b
+				t.window, err = r.hold(l.Window)
 			}
 		}
-		if t.window != nil {
+		if err == nil && t.window.Slab != nil {
 			t.filled += copy(t.window.Bytes()[t.filled:], data)
 		} else if err == nil && len(data) > 0 {
 			err = t.write(data)
 		}
-		if err != nil {
+		if p = rest; err != nil {
 			return err
 		}
-		p = rest
 	}
 	return nil
 }
 
 // finish checks the end of the file, and gathers a strided tensor.
 func (r *receiver) finish(t *incoming) error {
-	if err := t.file.Close(); err != nil || t.window == nil {
+	if err := t.file.Close(); err != nil || t.window.Slab == nil {
 		return refused(err)
 	}
-	size, err := t.layout.Bytes()
+	l, _ := t.file.Layout()
+	size, err := l.Bytes()
 	if err != nil {
 		return err
 	}
@@ -200,10 +185,10 @@ func (r *receiver) finish(t *incoming) error {
 		return err
 	}
 	defer r.drop(b)
-	err = t.open(t.layout.Desc)
+	err = t.open(l.Desc)
 	for at := int64(0); err == nil && at < size; at += chunkBytes {
 		part := b.Bytes()[:min(size-at, chunkBytes)]
-		t.layout.GatherFrom(part, t.window.Bytes(), at*8/int64(t.layout.DType.Bits()))
+		l.GatherFrom(part, t.window.Bytes(), at*8/int64(l.DType.Bits()))
 		err = t.write(part)
 	}
 	return err
@@ -211,11 +196,12 @@ func (r *receiver) finish(t *incoming) error {
 
 // refused is what a client is told about an error of its file.
 func refused(err error) error {
-	switch {
-	case err == nil:
+	if err == nil {
 		return nil
-	case errors.Is(err, tensor.ErrTooLarge):
-		return frame.Errorf(frame.ResourceExhausted, "%v", err)
 	}
-	return frame.Errorf(frame.InvalidArgument, "%v", err)
+	code := frame.InvalidArgument
+	if errors.Is(err, tensor.ErrTooLarge) {
+		code = frame.ResourceExhausted
+	}
+	return frame.Errorf(code, "%v", err)
 }

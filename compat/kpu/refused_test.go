@@ -190,7 +190,7 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	f.fails(t, codes.ResourceExhausted, "40 chunks together", wide[0], &pb.TensorChunk{TensorId: "b", TotalChunks: 20})
 	late := chunksOf("a", fileOf(t, floats(t, 14*mib/4)), mib)
 	slices.Reverse(late)
-	f.fails(t, codes.ResourceExhausted, "hold more than", late...)
+	f.fails(t, codes.ResourceExhausted, "one RPC may hold", late...)
 	got, err := f.exchanged(t, chunksOf("a", fileOf(t, floats(t, 14*mib/4)), mib)...)
 	require.NoError(t, err, "in order nothing is held but the result")
 	require.Len(t, got, 1)
@@ -248,15 +248,15 @@ func TestAFaultOfTheModelIsToldAsToNativeCallers(t *testing.T) {
 				require.NoError(t, bad)
 				require.NoError(t, f.models.Add(m))
 			}
-			any := func(port ...string) (list []engine.Port) {
+			ports := func(port ...string) (list []engine.Port) {
 				for _, p := range port {
 					list = append(list, engine.Port{Name: p, Shape: []int64{engine.AnyAxes}})
 				}
 				return list
 			}
-			add(engine.Info{Name: "broken", Rows: 1, Inputs: any("x"), Outputs: any("y")}, engine.Publicf("the weights are wrong"))
-			add(engine.Info{Name: "two", Rows: 1, Inputs: any("x"), Outputs: any("y", "z")}, nil)
-			add(engine.Info{Name: "bytes", Rows: 1, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}, DTypes: []tensor.DataType{tensor.Uint8}}}, Outputs: any("y")}, nil)
+			add(engine.Info{Name: "broken", Rows: 1, Inputs: ports("x"), Outputs: ports("y")}, engine.Publicf("the weights are wrong"))
+			add(engine.Info{Name: "two", Rows: 1, Inputs: ports("x"), Outputs: ports("y", "z")}, nil)
+			add(engine.Info{Name: "bytes", Rows: 1, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}, DTypes: []tensor.DataType{tensor.Uint8}}}, Outputs: ports("y")}, nil)
 			for _, n := range []int{3, 4 * mib} {
 				_, err := f.exchanged(t, chunksOf("a", fileOf(t, floats(t, n)), mib)...)
 				require.Equal(t, tc.want, status.Code(err), "%v", err)

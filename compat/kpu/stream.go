@@ -22,24 +22,19 @@ import (
 // exchange is one StreamTensors.
 type exchange struct {
 	*receiver
+	stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]
 	ctx    context.Context
-	places chan struct{} // a token for each run
-	live   sync.Map      // from the id of each run to a channel that is closed with it
-	out    chan piece    // of results; has room for all rings
 	fail   context.CancelCauseFunc
+	places chan struct{}  // a token for each run
+	live   sync.Map       // from the id of each run to a channel that is closed with it
+	out    chan func()    // each sends a chunk; has room for all that runs have memory for
 	work   sync.WaitGroup // runs
-}
-
-// piece is a chunk of a result, which retains the memory that it lies in.
-type piece struct {
-	*pb.TensorChunk
-	of *running
 }
 
 // StreamTensors runs the model on tensors. A goroutine receives them and writes to the runs, one
 // for each run copies its result into chunks, and another one sends those. All end with the RPC.
 func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
-	e := &exchange{places: make(chan struct{}, s.most.open), out: make(chan piece, s.most.open*ringBytes/chunkBytes)}
+	e := &exchange{stream: stream, places: make(chan struct{}, s.most.open), out: make(chan func(), s.most.open*ringBytes/chunkBytes)}
 	e.ctx, e.fail = context.WithCancelCause(stream.Context())
 	e.receiver = s.receiver(func(id string) sink {
 		t := &running{exchange: e, id: id, went: make(chan struct{}, 1), over: make(chan struct{})}
@@ -53,18 +48,8 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 		close(e.out)
 	}()
 	go func() {
-		for p := range e.out {
-			if e.ctx.Err() == nil {
-				if err := stream.Send(p.TensorChunk); err != nil {
-					e.fail(err)
-				}
-			}
-			p.of.ring.Release()
-			p.of.sent.Add(1)
-			select {
-			case p.of.went <- struct{}{}:
-			default:
-			}
+		for send := range e.out {
+			send()
 		}
 		e.fail(io.EOF) // unless it has failed
 	}()
@@ -95,9 +80,11 @@ type running struct {
 // open opens the run, after the memory in which its result waits: what has a run must not be
 // refused that.
 func (t *running) open(d tensor.Desc) error {
-	if before, ok := t.live.Load(t.id); ok { // whose chunks must not be taken for this one's
+	before, again := t.live.Load(t.id) // whose chunks must not be taken for this one's
+	for again {
 		select {
 		case <-before.(chan struct{}):
+			again = false
 		case <-t.ctx.Done():
 			return context.Cause(t.ctx)
 		}
@@ -185,25 +172,24 @@ func (t *running) take() error {
 	}()
 	for at := int64(0); ; {
 		o, err := t.run.Next(t.ctx)
-		if errors.Is(err, io.EOF) && t.file != nil && t.next == t.file.total {
+		switch {
+		case errors.Is(err, io.EOF) && t.file != nil && t.next == t.file.total:
 			return nil
+		case errors.Is(err, io.EOF):
+			return fmt.Errorf("%w: it ended before its result was complete", engine.ErrModel)
+		case err != nil:
+			return err
 		}
-		if errors.Is(err, io.EOF) {
-			err = fmt.Errorf("%w: it ended before its result was complete", engine.ErrModel)
-		} else if err == nil && t.file == nil {
-			early = append(early, o)
+		if early = append(early, o); t.file == nil {
 			t.file, err = newFile("processed_"+t.id, o.Desc, min(chunkBytes, int64(len(t.ring.Bytes()))), t.most.chunks)
-		} else if err == nil {
-			early = append(early, o)
 		}
-		for i := 0; err == nil; {
-			if i = slices.IndexFunc(early, func(o engine.Out) bool { return o.Off == at }); i < 0 {
-				break
+		for i := 0; err == nil && i >= 0; {
+			if i = slices.IndexFunc(early, func(o engine.Out) bool { return o.Off == at }); i >= 0 {
+				at += int64(len(early[i].Data))
+				err = t.copy(early[i].Data)
+				early[i].Release()
+				early = slices.Delete(early, i, i+1)
 			}
-			at += int64(len(early[i].Data))
-			err = t.copy(early[i].Data)
-			early[i].Release()
-			early = slices.Delete(early, i, i+1)
 		}
 		if err != nil {
 			return err
@@ -228,14 +214,25 @@ func (t *running) copy(p []byte) error {
 		if p, t.filled = p[k:], t.filled+k; t.filled < len(data) {
 			return nil
 		}
-		t.ring.Retain()
-		select {
-		case t.out <- piece{t.file.seal(t.next, chunk, data), t}:
-		case <-t.ctx.Done():
-			t.ring.Release()
-			return context.Cause(t.ctx)
-		}
+		c := t.file.seal(t.next, chunk, data)
+		t.ring.Retain() // until it is sent, which may be after the run
+		t.out <- func() { t.send(c) }
 		t.next, t.filled = t.next+1, 0
 	}
 	return nil
+}
+
+// send sends a chunk, unless the exchange has failed.
+func (t *running) send(c *pb.TensorChunk) {
+	if t.ctx.Err() == nil {
+		if err := t.stream.Send(c); err != nil {
+			t.fail(err)
+		}
+	}
+	t.ring.Release()
+	t.sent.Add(1)
+	select {
+	case t.went <- struct{}{}:
+	default:
+	}
 }

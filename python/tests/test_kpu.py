@@ -108,8 +108,14 @@ class TestKPU(unittest.TestCase):
         cls.addClassCleanup(folder.cleanup)
         own = str(pathlib.Path(grpc_tools.__file__).parent / "_proto")
         made = protoc.main(
-            ["protoc", f"-I{ROOT / 'api'}", f"-I{own}", f"--python_out={folder.name}", f"--grpc_python_out={folder.name}"]
-            + ["kpu/torch/server/service.proto"]
+            [
+                "protoc",
+                f"-I{ROOT / 'api'}",
+                f"-I{own}",
+                f"--python_out={folder.name}",
+                f"--grpc_python_out={folder.name}",
+                "kpu/torch/server/service.proto",
+            ]
         )
         assert made == 0
         sys.path.insert(0, folder.name)
