@@ -52,7 +52,10 @@ def program() -> str:
 def interpreter_with_torch() -> Optional[str]:
     """Return a Python that has torch: this one, or the system's."""
     for python in (sys.executable, "/usr/bin/python3"):
-        if os.path.exists(python) and not subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode:
+        if (
+            os.path.exists(python)
+            and not subprocess.run([python, "-c", "import torch"], stderr=subprocess.DEVNULL).returncode
+        ):
             return python
     return None
 

@@ -24,9 +24,7 @@ except ImportError:
     grpc = None
 
 TENSORS = 3000
-NAMES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 complex64 complex128"
-)
+NAMES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 complex64 complex128"
 
 
 # What runs in a Python that has torch, which may be another one.
@@ -165,7 +163,9 @@ class TestKPU(unittest.TestCase):
         self.assertEqual(len({name for name, _, _ in got}), 3)
         for name, file, said in got:
             self.assertRegex(name, r"^[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$")
-            self.assertEqual(said, {"shape": "[600, 1000]", "dtype": "torch.float32", "device": "cpu", "size_bytes": str(len(file))})
+            self.assertEqual(
+                said, {"shape": "[600, 1000]", "dtype": "torch.float32", "device": "cpu", "size_bytes": str(len(file))}
+            )
         answer = self.stub.ReceiveTensors(c for name, file, _ in got for c in chunks(self.pb, name, file, 512 << 10))
         self.assertTrue(answer.success)
         self.assertEqual(answer.message, "Received 3 tensor(s)")
