@@ -23,7 +23,7 @@ PEERS_PYTHON = p=$$PWD/$$(tools/python-env bench bench/python/requirements.txt) 
 BENCH_PYTHON = p=$$(tools/python-env bench bench/python/requirements.txt) && \
 	$$p -m pip --quiet install --force-reinstall --no-deps --no-index "$$(tools/wheel .cache/wheel | tail -n 1)" && set -x
 # What is linted, from python/.
-PYTHON_LINTED := . ../examples/python ../bench/python ../bench/training ../tools/gpu-day
+PYTHON_LINTED := . ../examples/python ../bench/python ../bench/training ../bench/dropins ../tools/gpu-day
 # Debian's Python, for torch, if it has it.
 TORCH_PYTHON = $(shell /usr/bin/python3 -c 'import torch; print("--torch-python /usr/bin/python3")' 2>/dev/null)
 TRAINING_PYTHON = $(if $(TORCH_PYTHON),/usr/bin/python3,python3)
@@ -32,9 +32,9 @@ TRAINING_PYTHON = $(if $(TORCH_PYTHON),/usr/bin/python3,python3)
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
-.PHONY: help check checks test race invariants nocgo cuda cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
+.PHONY: help check checks test race invariants nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
-	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke stress-python stress-python-smoke \
+	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke bench-dropins bench-dropins-smoke stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
@@ -65,6 +65,9 @@ bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flig
 
 bench-training: ## Measure the training of a torch module of a server beside the unsplit one and torch.distributed.rpc
 	GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py
+
+bench-dropins: ## Measure the services for clients of kpu.torch and SplitLearnComm beside least servers in Python
+	@$(BENCH_PYTHON) && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p
 
 bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generator through relu into a file
 	@$(BENCH_PYTHON) && $$p bench/python/memory.py
@@ -109,8 +112,8 @@ wheel-arm64: ## The same for arm64, with a static program
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo cuda lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
-	python python-examples lint-python bench-python-smoke bench-training-smoke stress-python-smoke
+CHECKS := test race invariants nocgo cuda ptxas lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
+	python python-examples lint-python bench-python-smoke bench-training-smoke bench-dropins-smoke stress-python-smoke
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
@@ -132,6 +135,11 @@ nocgo: ## Every test without cgo
 cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
 	$(GO) test -count 1 ./engine/cuda/...
 	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|Lost|Hangs'
+
+ptxas: ## Assemble the PTX that ships for three GPUs with NVIDIA's assembler, of a PyPI wheel
+	@p=$$(tools/python-env ptxas engine/cuda/kernels/requirements.txt) && \
+	a=$$($$p -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia/cuda_nvcc/bin/ptxas && cd engine/cuda/kernels && set -ex && \
+	for gpu in sm_75 sm_80 sm_90; do $$a -arch=$$gpu -o /dev/null sm_75.ptx; done && for gpu in sm_80 sm_90; do $$a -arch=$$gpu -o /dev/null sm_80.ptx; done
 
 cuda-mutants: ## Break the CUDA engine in one place at a time, and see that the tests notice
 	$(GO) test -count 1 -timeout 60m ./engine/cuda -run EveryMutant -mutants -v
@@ -190,6 +198,9 @@ bench-python-smoke: ## Run the Python benchmarks briefly
 
 bench-training-smoke: ## Run the benchmark of training briefly, if a Python here has torch
 	GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py --quick
+
+bench-dropins-smoke: ## Run the benchmark of drop-ins briefly, if a Python here has torch
+	@$(BENCH_PYTHON) && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p --quick
 
 bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
 	cd bench && $(GO) vet ./...
