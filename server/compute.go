@@ -83,4 +83,9 @@ func (h *small) takeMemory(n int64) error {
 }
 
 // free gives the memory back.
-func (h *small) free() { h.budget.Release(smallCalls, h.bytes) }
+func (h *small) free() {
+	if h.bytes > 0 {
+		h.budget.Release(smallCalls, h.bytes)
+		h.bytes = 0
+	}
+}

@@ -32,8 +32,11 @@ var statuses = map[serving.Health]healthpb.HealthCheckResponse_ServingStatus{
 	serving.Gone:       healthpb.HealthCheckResponse_SERVICE_UNKNOWN,
 }
 
+// modelHealth begins the names of models.
+const modelHealth = "model/"
+
 func (h healthService) model(name string, is serving.Health) {
-	h.SetServingStatus("model/"+name, statuses[is])
+	h.SetServingStatus(modelHealth+name, statuses[is])
 }
 
 // Check answers for one name. A removed model is as unknown as one that never existed.

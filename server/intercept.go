@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/slab"
 )
 
 // intercept returns the interceptors of every RPC, outermost first: accounting on its
@@ -65,8 +66,10 @@ type rpc struct {
 	stream atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
 	told   atomic.Pointer[error]                      // why it must end
 
-	mu   sync.Mutex
-	runs []*serving.Run // opened by the handler of a service; guarded by mu
+	mu   sync.Mutex     // guards all below
+	runs []*serving.Run // opened by the handler of a service
+	held small          // for what that makes, and for the outputs of Models.Compute
+	over bool           // nothing more is held
 }
 
 // rpcOf returns the RPC of ctx, or an empty one if there is none.
@@ -93,6 +96,32 @@ func (r *rpc) abandon() {
 	for _, run := range r.runs {
 		run.Abandon(errors.New("server: the handler of a service returned without ending its run"))
 	}
+}
+
+// hold sets memory of a budget aside until release. A handler may outlive its RPC.
+func (r *rpc) hold(budget *slab.Budget, bytes int64) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.over {
+		return context.Canceled
+	}
+	r.held.budget = budget
+	return r.held.take(bytes)
+}
+
+// covers returns the bytes that the handler may have without more memory set aside.
+func (r *rpc) covers() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return (r.received.Holds() + r.held.bytes) / inbound.HeapShare
+}
+
+// release gives back what hold set aside, for good if the RPC is over.
+func (r *rpc) release(over bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.over = r.over || over
+	r.held.free()
 }
 
 // handled records that the RPC of ctx has a handler.
@@ -155,6 +184,7 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 		}
 	case *stats.End:
 		rpcOf(ctx).received.End()
+		rpcOf(ctx).release(true)
 	}
 }
 
@@ -244,6 +274,7 @@ func (a accounted) RecvMsg(m any) error {
 	a.reading <- struct{}{}
 	defer func() { <-a.reading }()
 	a.received.Next()
+	rpcOf(a.Context()).release(false)
 	if _, frame := m.(*wire.Message); frame {
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}

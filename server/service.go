@@ -20,7 +20,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
-	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -63,6 +62,8 @@ type Request struct {
 	Timeout time.Duration     // 0 means no limit
 	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
 	Lifetime context.Context
+	// ID is the call's, for those who name it later; the zero ID means a new one.
+	ID tensor.ID
 }
 
 // Tensor is a tensor in memory at a port of a model.
@@ -100,23 +101,46 @@ func (r Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(c
 // Infos returns the models' descriptions, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 
+// Ready reports whether the server takes new calls and can run the model; of the empty name, only
+// the first.
+func (m *Models) Ready(model string) bool {
+	name := model
+	if model != "" {
+		name = modelHealth + model
+	}
+	now, err := m.server.health.Check(context.Background(), &healthpb.HealthCheckRequest{Service: name})
+	return err == nil && now.GetStatus() == healthpb.HealthCheckResponse_SERVING
+}
+
+// Context returns a context that ends with the server, for what a service does outside its RPCs
+// and for what it keeps between them.
+func (m *Models) Context() context.Context { return m.server.core.Context() }
+
+// Hold charges bytes to Config.Budget that the handler of ctx's RPC is about to make, such as
+// an inflated input, until the RPC has ended or the handler receives its next message.
+func (m *Models) Hold(ctx context.Context, bytes int64) error {
+	return rpcOf(ctx).hold(m.server.cfg.Budget, bytes)
+}
+
 // Compute runs a model on tensors in memory, instead of r.Inputs, for the RPC of ctx. It
 // borrows in; the outputs are copies. Inputs and outputs may take up to most bytes in
-// each direction. Until it returns they are charged to Config.Budget, but for what the RPC's
-// message is charged already.
+// each direction. They are charged to Config.Budget as those of Hold are, but inputs only
+// beyond what the RPC's message and Hold are charged already.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
-	held := small{budget: m.server.cfg.Budget}
-	defer held.free()
-	bytes := -rpcOf(ctx).received.Holds() / inbound.HeapShare
+	of, budget := rpcOf(ctx), m.server.cfg.Budget
+	if ctx.Value(rpcKey{}) == nil { // nothing else ends it
+		defer of.release(true)
+	}
+	bytes := -of.covers()
 	for _, t := range in {
 		bytes += int64(len(t.Data))
 	}
-	if err := held.take(bytes); err != nil {
+	if err := of.hold(budget, bytes); err != nil {
 		m.server.core.Refuse(admission.Calls)
 		return nil, engine.Stats{}, err
 	}
 	all := each(in, func(t Tensor) serving.Tensor { return serving.Tensor(t) })
-	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most, held.take)
+	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most, func(bytes int64) error { return of.hold(budget, bytes) })
 	return each(out, func(t serving.Tensor) Tensor { return Tensor(t) }), st, err
 }
 

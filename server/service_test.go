@@ -22,6 +22,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -461,6 +462,93 @@ func TestACancelledForeignCallEndsItsRun(t *testing.T) {
 	cancel()
 	require.Equal(t, codes.Canceled, status.Code(<-ended))
 	testkit.Eventually(t, func() bool { return f.counters(t)["calls_cancelled_total"] == 1 }, "the end of the run")
+}
+
+func TestAForeignHandlerIsChargedForWhatItMakesUntilItsRPCEnds(t *testing.T) {
+	testkit.Start(t)
+	var models *server.Models
+	var handle func(ctx context.Context, in []byte) error
+	f := serve(t, func(c *server.Config) {
+		desc := foreignDesc
+		desc.Methods = []grpc.MethodDesc{{MethodName: "Whole", Handler: func(_ any, ctx context.Context, decode func(any) error, around grpc.UnaryServerInterceptor) (any, error) {
+			in := new(wrapperspb.BytesValue)
+			if err := decode(in); err != nil {
+				return nil, err
+			}
+			return around(ctx, in, &grpc.UnaryServerInfo{FullMethod: "/" + foreignName + "/Whole"}, func(ctx context.Context, _ any) (any, error) {
+				return in, handle(ctx, in.GetValue())
+			})
+		}}}
+		c.Services = []server.Service{{Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			models = m
+			r.RegisterService(&desc, new(any))
+		}}}
+	})
+	var id tensor.ID
+	seen := engine.Info{Name: "seen", Inputs: anyShape("x"), Outputs: anyShape("y")}
+	m, err := cpu.RowFunc{Info: seen, Bind: func(c engine.Call) (cpu.RowsFunc, error) {
+		id = c.ID
+		return func(_ context.Context, b cpu.RowBlock) error { copy(b.Out[0], b.In[0]); return nil }, nil
+	}}.Model(f.host)
+	require.NoError(t, err)
+	require.NoError(t, f.models.Add(m))
+	used := func() int64 { n, _, _ := f.host.Budget().Used(); return n }
+	idle := used()
+	c := dialForeign(t, f.addr)
+	compute := func(ctx context.Context, model string, data []byte) error {
+		x := server.Tensor{Tensor: tensor.Tensor{Desc: bytesDesc(len(data)), Data: data}}
+		_, _, err := models.Compute(ctx, server.Request{Model: model, ID: tensor.ID{7}}, []server.Tensor{x}, 64*mib)
+		return err
+	}
+	for name, tc := range map[string]struct {
+		handle func(ctx context.Context) error
+		code   codes.Code
+	}{
+		"holds": {func(ctx context.Context) error {
+			assert.NoError(t, models.Hold(ctx, mib))
+			assert.EqualValues(t, idle+2*mib, used(), "Go's heap takes twice as much")
+			return nil
+		}, codes.OK},
+		"computes what it holds": {func(ctx context.Context) error {
+			assert.NoError(t, models.Hold(ctx, mib))
+			assert.NoError(t, compute(ctx, "seen", make([]byte, mib)))
+			assert.Equal(t, tensor.ID{7}, id)
+			assert.InDelta(t, idle+4*mib, used(), 4096, "and the output")
+			return nil
+		}, codes.OK},
+		"computes what it made": {func(ctx context.Context) error {
+			assert.NoError(t, compute(ctx, "seen", make([]byte, mib)))
+			assert.InDelta(t, idle+4*mib, used(), 4096, "but for the message")
+			return nil
+		}, codes.OK},
+		"holds too much": {func(ctx context.Context) error {
+			assert.NoError(t, models.Hold(ctx, 64*mib))
+			return models.Hold(ctx, 65*mib)
+		}, codes.ResourceExhausted},
+		"panics": {func(ctx context.Context) error {
+			assert.NoError(t, models.Hold(ctx, mib))
+			panic("oh")
+		}, codes.Internal},
+	} {
+		t.Run(name, func(t *testing.T) {
+			handle = func(ctx context.Context, _ []byte) error { return tc.handle(ctx) }
+			_, err := c.whole(t.Context(), []byte("x"))
+			require.Equal(t, tc.code, status.Code(err), "%v", err)
+			testkit.Eventually(t, func() bool { return used() == idle }, "nothing held after the RPC")
+		})
+	}
+	// What a service does by itself ends with it, and it knows whether there is anybody to serve.
+	require.NoError(t, compute(models.Context(), "seen", make([]byte, mib)))
+	require.Equal(t, idle, used())
+	require.True(t, models.Ready(""))
+	require.True(t, models.Ready("seen"))
+	require.False(t, models.Ready("nothing"))
+	require.NoError(t, f.models.Remove("seen"))
+	require.False(t, models.Ready("seen"))
+	require.NoError(t, f.server.Shutdown(t.Context()))
+	require.False(t, models.Ready(""))
+	require.Error(t, models.Context().Err())
+	require.Error(t, compute(models.Context(), "echo", []byte("x")))
 }
 
 // bearer is a secret that every RPC must bring.

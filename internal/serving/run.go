@@ -30,6 +30,8 @@ type Request struct {
 	Timeout time.Duration     // 0: no limit
 	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
 	Lifetime context.Context
+	// ID is the call's; the zero ID means a new one.
+	ID tensor.ID
 }
 
 // Run is a call that Open admitted. Its inputs are written, its results are taken, and End
@@ -98,7 +100,10 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request, bad
 		return nil, err
 	}
 	c.callsUnary.Add(1)
-	r := &Run{core: c, from: from, id: tensor.NewID(), model: q.Model, began: time.Now()}
+	if q.ID.IsZero() {
+		q.ID = tensor.NewID()
+	}
+	r := &Run{core: c, from: from, id: q.ID, model: q.Model, began: time.Now()}
 	if q.Timeout > 0 {
 		timed, stop := context.WithTimeout(ctx, q.Timeout)
 		ctx, r.undo = timed, append(r.undo, stop)

@@ -156,6 +156,9 @@ func (c *Core) Start() { go c.reservations.watch(c.Budget, c.ctx.Done()) }
 // Done returns a channel that is closed when everything must end.
 func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }
 
+// Context returns a context that ends when everything must; the cause is ErrShutdown.
+func (c *Core) Context() context.Context { return c.ctx }
+
 // Go runs f on a goroutine of its own, which Wait waits for.
 func (c *Core) Go(f func()) { c.work.Go(f) }
 

@@ -15,6 +15,8 @@ const (
 	// MaxParts is the parts of each other repeated kind in one frame: two bytes on the
 	// wire become a hundred in memory.
 	MaxParts = 256
+	// packedPart is how many bytes of packed varints count as one part: they become up to 128.
+	packedPart = 16
 	// MaxBindings is the inputs of one call, or the outputs of one done, as MaxCalls.
 	MaxBindings = 64
 )

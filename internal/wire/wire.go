@@ -79,24 +79,39 @@ func (c Codec) request(data mem.BufferSlice, v any) error {
 }
 
 // countParts counts what decoding b would allocate: strings, bytes and messages, at
-// any depth. What does not parse is the stock codec's to report.
+// any depth, and of lists of numbers what grows. What does not parse is the stock codec's to
+// report.
 func countParts(b []byte, d protoreflect.MessageDescriptor) (count int) {
 	for len(b) > 0 {
 		number, typ, n := protowire.ConsumeField(b)
 		if n < 0 {
 			break
 		}
-		if typ == protowire.BytesType {
+		f := d.Fields().ByNumber(number)
+		switch {
+		case typ == protowire.BytesType:
 			count++
-			if f := d.Fields().ByNumber(number); f != nil && f.Message() != nil {
+			if f != nil && (f.Message() != nil || f.IsPacked()) {
 				_, _, tag := protowire.ConsumeTag(b)
 				part, _ := protowire.ConsumeBytes(b[tag:])
-				count += countParts(part, f.Message())
+				if f.Message() != nil {
+					count += countParts(part, f.Message())
+				} else if varints[f.Kind()] {
+					count += len(part) / packedPart
+				}
 			}
+		case f != nil && f.IsList(): // encoders pack them
+			count++
 		}
 		b = b[n:]
 	}
 	return count
+}
+
+// varints are the kinds whose elements may take fewer bytes on the wire than in memory.
+var varints = map[protoreflect.Kind]bool{
+	protoreflect.Int32Kind: true, protoreflect.Uint32Kind: true, protoreflect.Sint32Kind: true, protoreflect.EnumKind: true,
+	protoreflect.Int64Kind: true, protoreflect.Uint64Kind: true, protoreflect.Sint64Kind: true,
 }
 
 // Message is what a Conn gives to SendMsg and RecvMsg. It is reused from frame to

@@ -49,6 +49,49 @@ func TestWhateverIsNoMessageGoesThroughTheStockCodec(t *testing.T) {
 	}
 }
 
+func TestListsOfNumbersCountAsTheyGrowInMemory(t *testing.T) {
+	testkit.Start(t)
+	shape := func(n int) []byte { // of a tensor of one Compute
+		data, err := proto.Marshal(&pb.ComputeRequest{Inputs: []*pb.NamedTensor{{Shape: make([]int64, n)}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return data
+	}
+	var unpacked []byte
+	for range 100 {
+		unpacked = protowire.AppendVarint(protowire.AppendTag(unpacked, shapeField(t), protowire.VarintType), 1)
+	}
+	unpacked = protowire.AppendBytes(protowire.AppendTag(nil, inputsField(t), protowire.BytesType), unpacked)
+	for name, tc := range map[string]struct {
+		data  []byte
+		count int
+	}{
+		"a shape":           {shape(8), 2},
+		"packed, too many":  {shape(1600), 2 + 100},
+		"unpacked":          {unpacked, 1 + 100},
+		"nothing in a list": {shape(0), 1},
+	} {
+		if got := countParts(tc.data, new(pb.ComputeRequest).ProtoReflect().Descriptor()); got != tc.count {
+			t.Errorf("%s: %d parts, want %d", name, got, tc.count)
+		}
+	}
+	req := Request{Message: new(pb.ComputeRequest)}
+	if err := (Codec{MaxRequestParts: 100}).Unmarshal(mem.BufferSlice{mem.SliceBuffer(shape(1600))}, &req); err != nil || req.Err == nil {
+		t.Errorf("a list of 1 600 numbers was read: %v", err)
+	}
+}
+
+func shapeField(t *testing.T) protowire.Number {
+	t.Helper()
+	return new(pb.NamedTensor).ProtoReflect().Descriptor().Fields().ByName("shape").Number()
+}
+
+func inputsField(t *testing.T) protowire.Number {
+	t.Helper()
+	return new(pb.ComputeRequest).ProtoReflect().Descriptor().Fields().ByName("inputs").Number()
+}
+
 func TestErrorsNameFieldPromisedAndGot(t *testing.T) {
 	testkit.Start(t)
 	for name, tc := range map[string]struct {
