@@ -173,36 +173,42 @@ func (m *moments) add(values []float64, most float64) {
 
 // decoderOf returns what turns elements into numbers.
 func decoderOf(d tensor.DataType) func(to []float64, b []byte) {
-	width, unused := d.Bits()/8, 64-d.Bits()
-	each := func(value func(b []byte) float64) func(to []float64, b []byte) {
-		return func(to []float64, b []byte) {
-			for i := range to {
-				to[i] = value(b[i*width:])
-			}
-		}
-	}
-	if f, small := minifloat.Of(d); small {
+	width, value := d.Bits()/8, numberOf(d)
+	if _, small := minifloat.Of(d); small {
 		table := make([]float64, 1<<d.Bits()) // 512 KiB at most
 		for bits := range table {
-			table[bits] = f.Decode(uint16(bits))
+			table[bits] = value(le.AppendUint16(nil, uint16(bits)))
 		}
-		return each(func(b []byte) float64 { return table[word(b, width)] })
+		value = func(b []byte) float64 { return table[word(b, width)] }
 	}
+	return func(to []float64, b []byte) {
+		for i := range to {
+			to[i] = value(b[i*width:])
+		}
+	}
+}
+
+// numberOf returns what turns the element that b begins with into a number.
+func numberOf(d tensor.DataType) func(b []byte) float64 {
+	width, unused := d.Bits()/8, 64-d.Bits()
+	f, small := minifloat.Of(d)
 	switch {
+	case small:
+		return func(b []byte) float64 { return f.Decode(uint16(word(b, width))) }
 	case d == tensor.Bool:
-		return each(func(b []byte) float64 { return float64(min(b[0], 1)) })
+		return func(b []byte) float64 { return float64(min(b[0], 1)) }
 	case signed(d):
-		return each(func(b []byte) float64 { return float64(int64(word(b, width)<<unused) >> unused) })
+		return func(b []byte) float64 { return float64(int64(word(b, width)<<unused) >> unused) }
 	case d.Whole():
-		return each(func(b []byte) float64 { return float64(word(b, width)) })
+		return func(b []byte) float64 { return float64(word(b, width)) }
 	case d == tensor.Float32:
-		return each(float32Of)
+		return float32Of
 	case d == tensor.Float64:
-		return each(float64Of)
+		return float64Of
 	case d == tensor.Complex64:
-		return each(func(b []byte) float64 { return magnitude(float32Of(b), float32Of(b[4:])) })
+		return func(b []byte) float64 { return magnitude(float32Of(b), float32Of(b[4:])) }
 	default:
-		return each(func(b []byte) float64 { return magnitude(float64Of(b), float64Of(b[8:])) })
+		return func(b []byte) float64 { return magnitude(float64Of(b), float64Of(b[8:])) }
 	}
 }
 

@@ -53,3 +53,38 @@ func Field(text, name string) string {
 	}
 	return ""
 }
+
+// Times are what the CPUs of the machine have spent since it started, in a unit of the system's.
+type Times struct{ Busy, Total float64 }
+
+// Machine returns that of this machine. It fails where the system does not tell.
+func Machine() (t Times, err error) {
+	text, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return t, fmt.Errorf("CPU times are read from /proc, as Linux has it: %w", err)
+	}
+	line, _, _ := strings.Cut(string(text), "\n")
+	fields := strings.Fields(line)
+	for i, text := range fields[1:min(len(fields), 9)] { // what follows, guests', is part of user and nice
+		n, err := strconv.ParseFloat(text, 64)
+		if err != nil {
+			return t, fmt.Errorf("CPU times of the machine: %w", err)
+		}
+		t.Total += n
+		if i != 3 && i != 4 { // idle, waiting for I/O
+			t.Busy += n
+		}
+	}
+	return t, nil
+}
+
+// Memory returns that of the machine, in bytes. It fails where the system does not tell.
+func Memory() (int64, error) {
+	text, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return 0, fmt.Errorf("memory is read from /proc, as Linux has it: %w", err)
+	}
+	value, _, _ := strings.Cut(Field(string(text), "MemTotal"), " ") // in kB
+	n, err := strconv.ParseInt(value, 10, 64)
+	return n << 10, err
+}
