@@ -13,6 +13,7 @@ const anything = "anything"
 // package is on it, and every arrow is used.
 var layers = map[string][]string{
 	"api/kpu/torch/server": {},
+	"api/splitlearn/comm":  {},
 	"api/tensorferry/v1":   {},
 	"engine/cuda/fakecuda": {},
 	"engine/cuda/kernels":  {},
@@ -80,7 +81,8 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 
-	"compat/kpu": {"api/kpu/torch/server", "engine", "frame", "internal/torchsave", "server", "tensor"},
+	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/torchsave", "server", "tensor"},
+	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/elements", "internal/proc", "server", "tensor"},
 
 	"internal/stress/known":    {"client", "internal/bench", "tensor"},
 	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},

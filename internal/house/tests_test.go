@@ -8,7 +8,7 @@ import (
 )
 
 // started are the packages whose tests start goroutines.
-var started = []string{"server", "client", "internal/wire", "internal/session"}
+var started = []string{"server", "client", "internal/wire", "internal/session", "compat/splitlearn"}
 
 func TestEveryTestOfTheEdgesStartsTestkit(t *testing.T) {
 	for _, f := range source(t) {

@@ -1,0 +1,158 @@
+// Package splitlearn serves the gRPC service of SplitLearnComm, splitlearn.comm.ComputeService, so
+// that its unmodified clients run the models of a server. It refuses to guess: bytes that none of
+// their codecs makes of a shape are refused, and so is what a model has no port for.
+//
+// New makes a Service for server.Config, which is safe for concurrent use. It borrows the bytes of
+// requests, and hands over those of answers.
+package splitlearn
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"net"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc"
+
+	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/server"
+)
+
+// version is that of their server.
+const version = "1.0.0"
+
+type service struct {
+	pb.UnimplementedComputeServiceServer
+	training
+	monitor
+	model    string // the default
+	began    time.Time
+	requests atomic.Int64
+}
+
+// New returns the service. Requests that name no model are for the one of that name. The server
+// that serves it takes the listener over.
+func New(l net.Listener, model string) server.Service {
+	return server.Service{
+		Listener: l, MessageBytes: messageBytes, FirstMessage: firstMessage,
+		Register: func(r grpc.ServiceRegistrar, m *server.Models) {
+			s := &service{model: model, began: time.Now()}
+			s.models, s.token, s.leases = m, rand.Text(), make(map[string]*lease)
+			pb.RegisterComputeServiceServer(r, s)
+		},
+	}
+}
+
+// find returns the ports of a model.
+func (s *service) find(name string) (p ports, err error) {
+	found := false
+	for _, i := range s.models.Infos() {
+		if i.Name == name {
+			p.Info, found = i, true
+		}
+		p.trains = p.trains || i.Name == name+"/train"
+	}
+	p.past, p.data = layers(p.Inputs, "past")
+	p.present, p.result = layers(p.Outputs, "present")
+	switch {
+	case !found:
+		err = refuse(frame.NotFound, "no model %.100q", name)
+	case p.data < 0 || p.result < 0:
+		err = refuse(unimplemented, "model %q does not take one tensor and give one, beside past_key_0, past_value_0, present_key_0, present_value_0 and so on", name)
+	}
+	return p, err
+}
+
+// Compute runs a model.
+func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
+	began, hold := time.Now(), func(bytes int64) error { return s.models.Hold(ctx, bytes) }
+	s.requests.Add(1)
+	p, err := s.find(cmp.Or(req.GetModelId(), s.model))
+	if err != nil {
+		return nil, err
+	}
+	if req.GetUseCache() && len(p.present) == 0 {
+		return nil, invalid("use_cache: model %q gives no cache: it has no outputs present_key_0 and present_value_0", p.Name)
+	}
+	data, codec, err := decode("data", req.GetData(), req.GetShape(), hold)
+	if err != nil {
+		return nil, err
+	}
+	in, err := p.inputs(data, req.GetPastKeyValues(), hold)
+	if err != nil {
+		return nil, err
+	}
+	resp := &pb.ComputeResponse{RequestId: req.RequestId}
+	var out []server.Tensor
+	if !p.trains || !req.GetTrainingMode() {
+		out, _, err = s.models.Compute(ctx, server.Request{Model: p.Name}, in, tensorBytes)
+	} else if id := cmp.Or(req.GetForwardId(), uuid.NewString()); len(id) > idBytes {
+		err = invalid("forward_id has %d bytes; at most %d are kept", len(id), idBytes)
+	} else {
+		resp.ForwardId = &id
+		out, err = s.forward(ctx, p.Name, nameOf(ctx, id), in)
+	}
+	if r := refused(err); r != nil {
+		return nil, invalid("%s", r.Text)
+	}
+	if err == nil {
+		err = p.answer(resp, out, codec, req.GetUseCache(), hold)
+	}
+	resp.MonitoringData, resp.ComputeTimeMs = s.snapshot(s.models), millis(began)
+	return resp, err
+}
+
+// ComputeBackward gives the gradient of the input of a run in training mode, once.
+func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) (*pb.BackwardResponse, error) {
+	began, hold, id := time.Now(), func(bytes int64) error { return s.models.Hold(ctx, bytes) }, req.GetForwardId()
+	gradient, codec, err := decode("grad_output_data", req.GetGradOutputData(), req.GetGradOutputShape(), hold)
+	if err != nil {
+		return nil, err
+	}
+	run, found := s.take(nameOf(ctx, id))
+	model := cmp.Or(req.GetModelId(), run.model, s.model)
+	p, err := s.find(model)
+	switch {
+	case err != nil:
+		return nil, err
+	case !p.trains:
+		return nil, errNoTraining
+	case !found || model != run.model:
+		return nil, noPass(id)
+	}
+	if gradient, err = s.backward(ctx, &p, run, id, gradient); err != nil {
+		return nil, err
+	}
+	resp := &pb.BackwardResponse{ForwardId: id}
+	resp.GradInputData, resp.GradInputShape, err = encode(gradient, codec, hold)
+	resp.MonitoringData, resp.BackwardTimeMs = s.snapshot(s.models), millis(began)
+	return resp, err
+}
+
+// millis returns the milliseconds since then, more than 0.
+func millis(began time.Time) *float32 {
+	return new(float32(max(time.Since(began), 1).Seconds() * 1000))
+}
+
+// HealthCheck says ok while calls of the default model are taken: their clients connect to
+// nothing else.
+func (s *service) HealthCheck(context.Context, *pb.HealthRequest) (*pb.HealthResponse, error) {
+	resp := &pb.HealthResponse{Status: "ok", Message: "service is healthy", Version: version, UptimeSeconds: new(float32(time.Since(s.began).Seconds()))}
+	if !s.models.Ready(s.model) {
+		resp.Status, resp.Message = "unavailable", "the server is draining, or the model cannot be run now"
+	}
+	return resp, nil
+}
+
+// GetServiceInfo describes the default model.
+func (s *service) GetServiceInfo(context.Context, *pb.ServiceInfoRequest) (*pb.ServiceInfoResponse, error) {
+	p, _ := s.find(s.model) // or nothing is known of it
+	return &pb.ServiceInfoResponse{
+		ServiceName: s.model, Version: version, Device: cmp.Or(p.Device, "unknown"), UptimeSeconds: new(float32(time.Since(s.began).Seconds())),
+		TotalRequests: s.requests.Load(), CustomInfo: p.About,
+	}, nil
+}
