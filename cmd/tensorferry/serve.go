@@ -22,6 +22,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/compat/kpu"
+	"github.com/tensorferry/tensorferry/compat/splitlearn"
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/identity"
@@ -61,6 +63,7 @@ type serveConfig struct {
 	server                        server.Config // serve sets the fields without flags
 	engines                       engineConfig
 	listen, metrics, health       string
+	splitlearn, splitlearnModel   string
 	insecure, pprof, verbose, bbr bool
 	secrets                       identity.ServerFiles
 	store                         storeFlag
@@ -83,6 +86,8 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.StringVar(&c.kpu, "kpu", off, "`address` of the service of kpu.torch, for its clients,\nor off")
 	f.StringVar(&c.kpuConfig.Model, "kpu-model", kpu.DefaultModel, "the model `name` that their StreamTensors runs")
 	f.StringVar(&c.kpuConfig.Source, "kpu-source", kpu.DefaultSource, "the `name` of the source, or else of the stored tensor,\nthat their SendTensors sends")
+	f.StringVar(&c.splitlearn, "splitlearn", off, "`address` of the service of SplitLearnComm, for its clients,\nor off")
+	f.StringVar(&c.splitlearnModel, "splitlearn-model", "", "the model `name` that they call when they name none")
 	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
 	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
 	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
@@ -292,7 +297,10 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	log := newLog(c)
 	id, err := c.identity(log)
 	if err == nil {
-		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id), c.mayOpen("kpu", c.kpu, id))
+		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
+		for _, f := range c.dropIns() {
+			err = errors.Join(err, c.mayOpen(f.flag, f.address, id))
+		}
 	}
 	if err != nil {
 		return err
@@ -329,15 +337,12 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
 	}
-	if cfg.Services, err = c.foreign(); err != nil {
+	if cfg.Services, err = c.openDropIns(e.models, log); err != nil {
 		return errors.Join(err, l.Close())
 	}
 	s, err := server.New(cfg)
 	if err != nil {
 		return errors.Join(err, l.Close())
-	}
-	for _, svc := range cfg.Services {
-		log.Info("listening for kpu.torch", slog.String("address", addressOf(svc.Listener)), slog.String("model", c.kpuConfig.Model))
 	}
 	limitHeap(e, s, pushed)
 	var draining atomic.Bool
@@ -357,7 +362,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
-	for _, address := range []string{c.listen, c.metrics, c.kpu} {
+	for _, address := range []string{c.listen, c.metrics, c.kpu, c.splitlearn} {
 		if exposed(address) && (id == nil || id.Open()) {
 			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
 		}
@@ -389,16 +394,44 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	return <-served
 }
 
-// foreign opens the listeners of other services.
-func (c *serveConfig) foreign() ([]server.Service, error) {
-	if c.kpu == off {
-		return nil, nil
+// dropIn is a service for the clients of another system.
+type dropIn struct {
+	flag, address, system, model string
+	service                      func(l net.Listener) server.Service
+}
+
+func (c *serveConfig) dropIns() []dropIn {
+	return []dropIn{
+		{"kpu", c.kpu, "kpu.torch", c.kpuConfig.Model, c.kpuConfig.Service},
+		{"splitlearn", c.splitlearn, "SplitLearnComm", c.splitlearnModel, func(l net.Listener) server.Service { return splitlearn.New(l, c.splitlearnModel) }},
 	}
-	l, err := listen("kpu", c.kpu, c.bbr)
+}
+
+// openDropIns opens their listeners, for models that there are.
+func (c *serveConfig) openDropIns(models *engine.Registry, log *slog.Logger) (all []server.Service, err error) {
+	for _, f := range c.dropIns() {
+		var l net.Listener
+		switch {
+		case err != nil || f.address == off:
+			continue
+		case f.model == "":
+			err = usage("--%s needs --%[1]s-model, the model that its clients call", f.flag)
+		case !slices.ContainsFunc(models.Infos(), func(i engine.Info) bool { return i.Name == f.model }):
+			err = usage("--%s-model %s: there is no such model; --model and --python add some", f.flag, f.model)
+		default:
+			l, err = listen(f.flag, f.address, c.bbr)
+		}
+		if err == nil {
+			all = append(all, f.service(l))
+			log.Info("listening for "+f.system, slog.String("address", addressOf(l)), slog.String("model", f.model))
+		}
+	}
 	if err != nil {
-		return nil, err
+		for _, svc := range all {
+			_ = svc.Listener.Close()
+		}
 	}
-	return []server.Service{c.kpuConfig.Service(l)}, nil
+	return all, err
 }
 
 // beside serves h on the address of a flag, unless that is off, until stop; failed receives an
