@@ -61,9 +61,17 @@ def interpreter_with_torch() -> Optional[str]:
 
 
 class Server:
-    """A server on a free port. It ends with kill or stop."""
+    """A server on a free port. It ends with kill or stop.
 
-    def __init__(self, *args: str, listen: str = "127.0.0.1:0"):
+    python is the interpreter of its models, this one by default. Another has modules of its own.
+    """
+
+    def __init__(self, *args: str, listen: str = "127.0.0.1:0", python: str = sys.executable):
+        import tensorferry
+
+        path = [p for p in sys.path if p]
+        if python != sys.executable:
+            path = [str(pathlib.Path(tensorferry.__file__).parents[1]), str(pathlib.Path(__file__).parent)]
         self.process = subprocess.Popen(
             [program(), "serve", "--listen", listen, "--metrics", "off", "--engine", "cpu", "--slow", *args],
             stderr=subprocess.PIPE,
@@ -71,8 +79,8 @@ class Server:
             # serve takes variables of this prefix for its settings.
             env={
                 **{k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")},
-                "TENSORFERRY_PYTHON": sys.executable,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "TENSORFERRY_PYTHON": python,
+                "PYTHONPATH": os.pathsep.join(path),
             },
         )
         said = ""
