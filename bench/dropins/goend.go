@@ -101,13 +101,18 @@ func send(data []byte, to func(*kpupb.TensorChunk) error) error {
 	if err != nil {
 		return err
 	}
-	file := bytes.Join([][]byte{head, data, torchsave.Tail(d, crc32.ChecksumIEEE(data))}, nil)
-	total := (len(file) + chunk - 1) / chunk
+	tail := torchsave.Tail(d, crc32.ChecksumIEEE(data))
+	size := len(head) + len(data) + len(tail)
+	file := io.MultiReader(bytes.NewReader(head), bytes.NewReader(data), bytes.NewReader(tail))
+	total := (size + chunk - 1) / chunk
 	for i := range total {
 		m := &kpupb.TensorChunk{TensorId: "x", ChunkNumber: uint32(i), TotalChunks: uint32(total), IsLast: i == total-1}
-		m.Data = file[i*chunk : min(len(file), (i+1)*chunk)]
+		m.Data = make([]byte, min(chunk, size-i*chunk))
+		if _, err := io.ReadFull(file, m.Data); err != nil {
+			return err
+		}
 		if i == 0 {
-			m.Metadata = map[string]string{"shape": fmt.Sprint(d.Shape), "dtype": "torch.float32", "device": "cpu", "size_bytes": strconv.Itoa(len(file))}
+			m.Metadata = map[string]string{"shape": fmt.Sprint(d.Shape), "dtype": "torch.float32", "device": "cpu", "size_bytes": strconv.Itoa(size)}
 		}
 		if err := to(m); err != nil {
 			return err
