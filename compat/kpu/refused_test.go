@@ -199,13 +199,19 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	f = serve(t, func(f *fixture) { f.most.unread = 20e6 })
 	s, err := f.client.StreamTensors(t.Context())
 	require.NoError(t, err)
-	sendAll(s, chunksOf("a", fileOf(t, floats(t, 36*mib/4)), mib)...)
+	sent := make(chan struct{})
+	go func() {
+		defer close(sent)
+		sendAll(s, chunksOf("a", fileOf(t, floats(t, 36*mib/4)), mib)...)
+	}()
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls_failed_total"] == 1 }, "the end of the run")
 	f.isIdle(t)
 	for err == nil {
 		_, err = s.Recv()
 	}
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	require.Contains(t, err.Error(), "while it sends")
+	<-sent
 
 	long := strings.Repeat("x", 500)
 	up, err := f.client.ReceiveTensors(t.Context())
