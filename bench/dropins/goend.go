@@ -94,6 +94,19 @@ func do(conns map[string]*grpc.ClientConn, words []string) (a answer, err error)
 	return a, nil
 }
 
+// late reads bytes that are made when it is their turn.
+type late func() []byte
+
+func (l *late) Read(p []byte) (int, error) {
+	b := (*l)()
+	n := copy(p, b)
+	*l = func() []byte { return b[n:] }
+	if len(b) == 0 {
+		return 0, io.EOF
+	}
+	return n, nil
+}
+
 // send cuts the file of a tensor and sends it.
 func send(data []byte, to func(*kpupb.TensorChunk) error) error {
 	d := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data)) / 4}}
@@ -101,9 +114,10 @@ func send(data []byte, to func(*kpupb.TensorChunk) error) error {
 	if err != nil {
 		return err
 	}
-	tail := torchsave.Tail(d, crc32.ChecksumIEEE(data))
-	size := len(head) + len(data) + len(tail)
-	file := io.MultiReader(bytes.NewReader(head), bytes.NewReader(data), bytes.NewReader(tail))
+	size := len(head) + len(data) + len(torchsave.Tail(d, 0))
+	sum := crc32.NewIEEE()
+	tail := late(func() []byte { return torchsave.Tail(d, sum.Sum32()) })
+	file := io.MultiReader(bytes.NewReader(head), io.TeeReader(bytes.NewReader(data), sum), &tail)
 	total := (size + chunk - 1) / chunk
 	for i := range total {
 		m := &kpupb.TensorChunk{TensorId: "x", ChunkNumber: uint32(i), TotalChunks: uint32(total), IsLast: i == total-1}
