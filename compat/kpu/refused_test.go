@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -24,6 +25,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -225,6 +227,27 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	_, err = up.CloseAndRecv()
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	require.Contains(t, err.Error(), "several RPCs")
+}
+
+func TestASlowClientMayReadOtherResultsFirst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		e := &exchange{receiver: &receiver{service: &service{most: defaults}}, ctx: t.Context()}
+		last := running{exchange: e, went: make(chan struct{}, 1)}
+		go func() {
+			for range 16 { // the chunks before its own
+				time.Sleep(defaults.unread * 2 / 3)
+				e.passed.Add(1)
+			}
+			last.went <- struct{}{}
+		}()
+		require.NoError(t, last.wait())
+		began := time.Now()
+		err := last.wait()
+		why, ok := errors.AsType[*frame.Error](err)
+		require.True(t, ok, "%v", err)
+		require.Equal(t, frame.ResourceExhausted, why.Code)
+		require.Equal(t, defaults.unread, time.Since(began))
+	})
 }
 
 func TestAFaultOfTheModelIsToldAsToNativeCallers(t *testing.T) {

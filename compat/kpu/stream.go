@@ -28,6 +28,7 @@ type exchange struct {
 	places chan struct{}  // a token for each run
 	live   sync.Map       // from the id of each run to a channel that is closed with it
 	out    chan func()    // each sends a chunk; has room for all that runs have memory for
+	passed atomic.Int64   // chunks sent, of all runs
 	work   sync.WaitGroup // runs
 }
 
@@ -150,16 +151,19 @@ func (t *running) result() {
 	close(t.over)
 }
 
-// wait waits until a chunk has been sent.
+// wait waits until a chunk has been sent, as long as the client reads those of other results.
 func (t *running) wait() error {
-	select {
-	case <-t.went:
-		return nil
-	case <-t.ctx.Done():
-		return context.Cause(t.ctx)
-	case <-time.After(t.most.unread):
-		return frame.Errorf(frame.ResourceExhausted, "the client has not read results for %v; it must read them while it sends", t.most.unread)
+	for passed := int64(-1); passed < t.passed.Load(); {
+		passed = t.passed.Load()
+		select {
+		case <-t.went:
+			return nil
+		case <-t.ctx.Done():
+			return context.Cause(t.ctx)
+		case <-time.After(t.most.unread):
+		}
 	}
+	return frame.Errorf(frame.ResourceExhausted, "the client has not read results for %v; it must read them while it sends", t.most.unread)
 }
 
 // take cuts the run's result into chunks.
@@ -231,6 +235,7 @@ func (t *running) send(c *pb.TensorChunk) {
 	}
 	t.ring.Release()
 	t.sent.Add(1)
+	t.passed.Add(1)
 	select {
 	case t.went <- struct{}{}:
 	default:
