@@ -74,8 +74,10 @@ func (t *training) giveUp(l *lease, model string) {
 	if wait <= 0 {
 		ctx, cancel := context.WithTimeout(t.models.Context(), leaseWait)
 		defer cancel()
-		_, _ = t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token, "end": "true"})
-		if ctx.Err() != context.DeadlineExceeded { // it is given up, or lost
+		_, err := t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token, "end": "true"})
+		r, later := errors.AsType[*server.RefusedError](err)
+		later = later && r.RetryMillis > 0 || ctx.Err() == context.DeadlineExceeded
+		if !later || t.models.Context().Err() != nil { // it is given up, or lost
 			return
 		}
 		wait = leaseIdle

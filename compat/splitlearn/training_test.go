@@ -307,6 +307,29 @@ func TestALeaseThatNobodyNeedsIsGivenUp(t *testing.T) {
 	require.NoError(t, err, "and it is taken again")
 }
 
+func TestALeaseIsGivenUpWhenThereIsRoomForTheCall(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", func(c *server.Config) { c.QueuedCalls = 2 })
+	k := f.addTrunk(t)
+	f.addBlocker(t)
+	_, err := f.Compute(t.Context(), train(raw(1), "a", 1))
+	require.NoError(t, err)
+	_, err = f.ComputeBackward(t.Context(), gradient(raw(5), "a", 1))
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	for range 2 {
+		go func() {
+			_, _ = f.Compute(ctx, &pb.ComputeRequest{Data: raw(1), Shape: []int32{1}, ModelId: "blocker"})
+		}()
+	}
+	testkit.Eventually(t, func() bool { return f.counters(t)["calls_refused_total"] > 0 }, "a lease that cannot be given up")
+	cancel()
+	testkit.Eventually(t, func() (free bool) {
+		k.see(func() { free = k.holder == "" })
+		return free
+	}, "a lease that others can take")
+}
+
 func TestManyClientsTrainUnderOneLease(t *testing.T) {
 	testkit.Start(t)
 	f := serveModel(t, 256*mib, "trunk", nil)
