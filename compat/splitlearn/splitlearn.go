@@ -67,9 +67,22 @@ func (s *service) find(name string) (p ports, err error) {
 	return p, err
 }
 
+// holds returns what sets memory of an RPC aside: for its inputs, no more than a run may have.
+func (s *service) holds(ctx context.Context) (inputs, outputs holder) {
+	left := int64(tensorBytes)
+	outputs = func(bytes int64) error { return s.models.Hold(ctx, bytes) }
+	return func(bytes int64) error {
+		if left -= bytes; left < 0 {
+			return invalid("the inputs of a run have up to %d bytes, inflated or widened", tensorBytes)
+		}
+		return outputs(bytes)
+	}, outputs
+}
+
 // Compute runs a model.
 func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
-	began, hold := time.Now(), func(bytes int64) error { return s.models.Hold(ctx, bytes) }
+	began := time.Now()
+	hold, holdOut := s.holds(ctx)
 	s.requests.Add(1)
 	p, err := s.find(cmp.Or(req.GetModelId(), s.model))
 	if err != nil {
@@ -100,7 +113,7 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 		return nil, invalid("%s", r.Text)
 	}
 	if err == nil {
-		err = p.answer(resp, out, codec, req.GetUseCache(), hold)
+		err = p.answer(resp, out, codec, req.GetUseCache(), holdOut)
 	}
 	resp.MonitoringData, resp.ComputeTimeMs = s.snapshot(s.models), millis(began)
 	return resp, err
@@ -108,7 +121,8 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 
 // ComputeBackward gives the gradient of the input of a run in training mode, once.
 func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) (*pb.BackwardResponse, error) {
-	began, hold, id := time.Now(), func(bytes int64) error { return s.models.Hold(ctx, bytes) }, req.GetForwardId()
+	began, id := time.Now(), req.GetForwardId()
+	hold, holdOut := s.holds(ctx)
 	gradient, codec, err := decode("grad_output_data", req.GetGradOutputData(), req.GetGradOutputShape(), hold)
 	if err != nil {
 		return nil, err
@@ -128,7 +142,7 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 		return nil, err
 	}
 	resp := &pb.BackwardResponse{ForwardId: id}
-	resp.GradInputData, resp.GradInputShape, err = encode(gradient, codec, hold)
+	resp.GradInputData, resp.GradInputShape, err = encode(gradient, codec, holdOut)
 	resp.MonitoringData, resp.BackwardTimeMs = s.snapshot(s.models), millis(began)
 	return resp, err
 }

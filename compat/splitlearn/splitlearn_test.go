@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -173,6 +174,7 @@ func TestBytesThatAreNoTensorAreRefusedOnce(t *testing.T) {
 		"a million axes":               compute(make([]byte, 4), make([]int32, 100_000)...),
 		"a bomb":                       compute(bomb, 16),
 		"a bomb that says all":         compute(bomb[:len(bomb)-1], 4*mib),
+		"more than a run may have":     compute(append(slices.Clone(bomb), make([]byte, 256<<10)...), 201<<18),
 		"a stream that is longer":      compute(stream, 4),
 		"a stream that is shorter":     compute(stream, 6),
 		"bytes after a stream":         compute(append(append([]byte(nil), stream...), 0), 5),
