@@ -8,6 +8,7 @@ package kpu
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -67,7 +68,9 @@ type service struct {
 func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChunk, pb.TensorResponse]) error {
 	var ids []string
 	bytes := 0
-	r := s.receiver(func(id string) sink {
+	ctx, fail := context.WithCancelCause(stream.Context())
+	defer fail(nil)
+	r := s.receiver(fail, func(id string) sink {
 		var put *server.Transfer
 		return sink{
 			open: func(d tensor.Desc) (err error) {
@@ -90,7 +93,7 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 			},
 		}
 	})
-	if err := r.receive(stream.Recv); err != nil {
+	if err := r.receive(func() (*pb.TensorChunk, error) { return await(ctx, stream.Recv) }); err != nil {
 		return err
 	}
 	return stream.SendAndClose(&pb.TensorResponse{Success: true, Message: fmt.Sprintf("Received %d tensor(s)", len(ids)), ReceivedTensorIds: ids})

@@ -6,6 +6,7 @@ import (
 	"hash/maphash"
 	"io"
 	"sync/atomic"
+	"time"
 
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	"github.com/tensorferry/tensorferry/frame"
@@ -25,6 +26,7 @@ type sink struct {
 // drop.
 type receiver struct {
 	*service
+	fail   context.CancelCauseFunc // ends the RPC
 	begin  func(id string) sink
 	open   map[string]*incoming
 	chunks int64        // of the open tensors
@@ -43,8 +45,8 @@ type incoming struct {
 	filled      int           // bytes of it
 }
 
-func (s *service) receiver(begin func(id string) sink) *receiver {
-	return &receiver{service: s, begin: begin, open: make(map[string]*incoming)}
+func (s *service) receiver(fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
+	return &receiver{service: s, fail: fail, begin: begin, open: make(map[string]*incoming)}
 }
 
 // hold returns memory of n bytes, which drop frees.
@@ -66,11 +68,19 @@ func (r *receiver) drop(b server.Buffer) {
 }
 
 // receive receives until the client has nothing more to send. What is incomplete then is
-// dropped.
+// dropped. Its memory and its room in the store others need, so it does not wait for ever.
 func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
+	silent := time.AfterFunc(r.most.silent, func() {
+		r.fail(frame.Errorf(frame.ResourceExhausted, "nothing has come for %v, and a tensor is incomplete", r.most.silent))
+	})
+	defer silent.Stop()
 	for err == nil {
 		var c *pb.TensorChunk
-		if c, err = recv(); err == nil {
+		if silent.Stop(); len(r.open) > 0 {
+			silent.Reset(r.most.silent)
+		}
+		c, err = recv()
+		if silent.Stop(); err == nil {
 			err = r.chunk(c.GetTensorId(), c)
 		}
 	}
@@ -81,6 +91,23 @@ func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
 		return nil
 	}
 	return err
+}
+
+// await receives until ctx ends. What still receives then ends with the RPC.
+func await(ctx context.Context, recv func() (*pb.TensorChunk, error)) (*pb.TensorChunk, error) {
+	var c *pb.TensorChunk
+	came := make(chan error, 1)
+	go func() {
+		var err error
+		c, err = recv()
+		came <- err
+	}()
+	select {
+	case err := <-came:
+		return c, err
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
 }
 
 // end ends a tensor, and returns what the client is told.

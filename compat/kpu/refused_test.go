@@ -184,7 +184,9 @@ func TestIDsAreAnyText(t *testing.T) {
 
 func TestAnRPCIsUnderLimits(t *testing.T) {
 	testkit.Start(t)
-	f := serve(t, func(f *fixture) { f.most = limits{open: 3, chunks: 40, held: 12 * mib, unread: time.Hour} })
+	f := serve(t, func(f *fixture) {
+		f.most = limits{open: 3, chunks: 40, held: 12 * mib, unread: time.Hour, silent: time.Hour}
+	})
 	first := func(id string) *pb.TensorChunk { return chunksOf(id, fileOf(t, floats(t, 700_000)), mib)[0] }
 	f.fails(t, codes.ResourceExhausted, "3 incomplete tensors", first("a"), first("b"), first("c"), first("d"))
 	f.fails(t, codes.ResourceExhausted, "40 chunks", chunksOf("a", fileOf(t, floats(t, 100_000)), 9000)[0])
@@ -227,6 +229,26 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	_, err = up.CloseAndRecv()
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	require.Contains(t, err.Error(), "several RPCs")
+}
+
+func TestAnIncompleteTensorDoesNotWaitForEver(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(f *fixture) { f.most.silent = 50e6 })
+	list := chunksOf("a", fileOf(t, floats(t, 3*mib/4)), mib)
+	for name, c := range map[string]*pb.TensorChunk{"known": list[0], "out of order": list[1]} {
+		s, err := f.client.StreamTensors(t.Context())
+		require.NoError(t, err)
+		require.NoError(t, s.Send(c))
+		_, err = s.Recv()
+		require.Equal(t, codes.ResourceExhausted, status.Code(err), "%s: %v", name, err)
+		require.Contains(t, err.Error(), "incomplete")
+		up, err := f.client.ReceiveTensors(t.Context())
+		require.NoError(t, err)
+		require.NoError(t, up.Send(c))
+		err = up.RecvMsg(new(pb.TensorResponse))
+		require.Equal(t, codes.ResourceExhausted, status.Code(err), "%s: %v", name, err)
+		f.isIdle(t)
+	}
 }
 
 func TestASlowClientMayReadOtherResultsFirst(t *testing.T) {

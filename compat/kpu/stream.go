@@ -24,7 +24,6 @@ type exchange struct {
 	*receiver
 	stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]
 	ctx    context.Context
-	fail   context.CancelCauseFunc
 	places chan struct{}  // a token for each run
 	live   sync.Map       // from the id of each run to a channel that is closed with it
 	out    chan func()    // each sends a chunk; has room for all that runs have memory for
@@ -36,8 +35,9 @@ type exchange struct {
 // for each run copies its result into chunks, and another one sends those. All end with the RPC.
 func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
 	e := &exchange{stream: stream, places: make(chan struct{}, s.most.open), out: make(chan func(), s.most.open*ringBytes/chunkBytes)}
-	e.ctx, e.fail = context.WithCancelCause(stream.Context())
-	e.receiver = s.receiver(func(id string) sink {
+	ctx, fail := context.WithCancelCause(stream.Context())
+	e.ctx = ctx
+	e.receiver = s.receiver(fail, func(id string) sink {
 		t := &running{exchange: e, id: id, went: make(chan struct{}, 1), over: make(chan struct{})}
 		return sink{t.open, t.write, t.end}
 	})
