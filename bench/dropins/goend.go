@@ -110,14 +110,14 @@ func (l *late) Read(p []byte) (int, error) {
 // send cuts the file of a tensor and sends it.
 func send(data []byte, to func(*kpupb.TensorChunk) error) error {
 	d := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(len(data)) / 4}}
-	head, err := torchsave.Head(d)
+	p, err := torchsave.Bare(d)
 	if err != nil {
 		return err
 	}
-	size := len(head) + len(data) + len(torchsave.Tail(d, 0))
+	size := int(p.Size())
 	sum := crc32.NewIEEE()
-	tail := late(func() []byte { return torchsave.Tail(d, sum.Sum32()) })
-	file := io.MultiReader(bytes.NewReader(head), io.TeeReader(bytes.NewReader(data), sum), &tail)
+	tail := late(func() []byte { return p.Gap(1, []uint32{sum.Sum32()}) })
+	file := io.MultiReader(bytes.NewReader(p.Gap(0, nil)), io.TeeReader(bytes.NewReader(data), sum), &tail)
 	total := (size + chunk - 1) / chunk
 	for i := range total {
 		m := &kpupb.TensorChunk{TensorId: "x", ChunkNumber: uint32(i), TotalChunks: uint32(total), IsLast: i == total-1}

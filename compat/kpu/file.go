@@ -15,6 +15,7 @@ import (
 type file struct {
 	id         string
 	desc       tensor.Desc
+	parts      *torchsave.Parts
 	head, tail []byte
 	step       int64  // bytes of a chunk
 	data, size int64  // bytes of the tensor, and of the file
@@ -24,18 +25,15 @@ type file struct {
 
 // newFile returns the file of a tensor, in chunks of step bytes, most of them.
 func newFile(id string, d tensor.Desc, step, most int64) (*file, error) {
-	f := &file{id: id, desc: d, step: step}
-	var err error
-	if f.head, err = torchsave.Head(d); err == nil {
-		f.size, err = torchsave.Size(d)
-	}
+	parts, err := torchsave.Bare(d)
 	if err != nil {
 		return nil, frame.Errorf(frame.FailedPrecondition, "%v", err)
 	}
+	f := &file{id: id, desc: d, parts: parts, head: parts.Gap(0, nil), step: step, size: parts.Size()}
 	if f.total = (f.size + step - 1) / step; f.total > most {
 		return nil, frame.Errorf(frame.ResourceExhausted, "a tensor of %d chunks is to be sent, the limit is %d", f.total, most)
 	}
-	f.data, _ = d.Bytes() // Size has checked it
+	f.data, _ = d.Bytes() // Bare has checked it
 	return f, nil
 }
 
@@ -56,7 +54,7 @@ func (f *file) seal(i int64, chunk, data []byte) *pb.TensorChunk {
 	copy(chunk, f.head[min(at, int64(len(f.head))):])
 	if behind := int64(len(f.head)) + f.data; at+int64(len(chunk)) > behind {
 		if f.tail == nil {
-			f.tail = torchsave.Tail(f.desc, f.crc)
+			f.tail = f.parts.Gap(1, []uint32{f.crc})
 		}
 		copy(chunk[max(behind-at, 0):], f.tail[max(at-behind, 0):])
 	}

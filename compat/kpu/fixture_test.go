@@ -7,6 +7,7 @@ import (
 	"hash/crc32"
 	"io"
 	"net"
+	"slices"
 	"strconv"
 	"testing"
 
@@ -116,12 +117,10 @@ func (f *fixture) counters(t testing.TB) map[string]int64 {
 // fileOf returns the file of a tensor.
 func fileOf(t testing.TB, x tensor.Tensor) []byte {
 	t.Helper()
-	head, err := torchsave.Head(x.Desc)
+	p, err := torchsave.Bare(x.Desc)
 	require.NoError(t, err)
-	file := append(append(head, x.Data...), torchsave.Tail(x.Desc, crc32.ChecksumIEEE(x.Data))...)
-	size, err := torchsave.Size(x.Desc)
-	require.NoError(t, err)
-	require.EqualValues(t, size, len(file))
+	file := slices.Concat(p.Gap(0, nil), x.Data, p.Gap(1, []uint32{crc32.ChecksumIEEE(x.Data)}))
+	require.EqualValues(t, p.Size(), len(file))
 	return file
 }
 

@@ -173,12 +173,11 @@ func TestWhatTorchSavesIsRead(t *testing.T) {
 // testWritten writes a tensor, and reads it again.
 func testWritten(t *testing.T, d tensor.Desc, data []byte) {
 	t.Helper()
-	head, err := Head(d)
+	p, err := Bare(d)
 	require.NoError(t, err)
-	file := slices.Concat(head, data, Tail(d, crc32.ChecksumIEEE(data)))
-	size, err := Size(d)
-	require.NoError(t, err)
-	require.Len(t, file, int(size))
+	head := p.Gap(0, nil)
+	file := slices.Concat(head, data, p.Gap(1, []uint32{crc32.ChecksumIEEE(data)}))
+	require.Len(t, file, int(p.Size()))
 	require.Zero(t, len(head)%align)
 	l, _, window, err := read(file, 100, int64(len(data)))
 	require.NoError(t, err)
@@ -209,9 +208,9 @@ func TestAStorageOfFourGiB(t *testing.T) {
 	for range 1 << 12 {
 		sum = crc32.Update(sum, crc32.IEEETable, zeros)
 	}
-	head, err := Head(d)
+	p, err := Bare(d)
 	require.NoError(t, err)
-	files := [][2][]byte{{head, Tail(d, sum)}}
+	files := [][2][]byte{{p.Gap(0, nil), p.Gap(1, []uint32{sum})}}
 	_, all := allGoldens(t)
 	for _, l := range all {
 		require.EqualValues(t, 1<<32, l.Zeros)
@@ -237,7 +236,5 @@ func TestAStorageOfFourGiB(t *testing.T) {
 		require.NoError(t, r.Close())
 		require.EqualValues(t, 1<<32, window)
 	}
-	size, err := Size(d)
-	require.NoError(t, err)
-	require.EqualValues(t, len(files[0][0])+1<<32+len(files[0][1]), size)
+	require.EqualValues(t, len(files[0][0])+1<<32+len(files[0][1]), p.Size())
 }

@@ -12,37 +12,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-func one(d tensor.Desc) (*Parts, error) { return NewParts([]tensorfile.Entry{{Desc: d}}, true) }
-
-// Head hands over what a file of one tensor has before the tensor's bytes, which are
-// row-major and little-endian. The error is that of a desc that is no tensor's.
-func Head(d tensor.Desc) ([]byte, error) {
-	p, err := one(d)
-	if err != nil {
-		return nil, err
-	}
-	return p.Gap(0, nil), nil
-}
-
-// Tail hands over what a file of one tensor has behind its bytes, of which crc is the CRC-32
-// (IEEE). It is nil where Head fails.
-func Tail(d tensor.Desc, crc uint32) []byte {
-	p, err := one(d)
-	if err != nil {
-		return nil
-	}
-	return p.Gap(1, []uint32{crc})
-}
-
-// Size returns the bytes of a file of one tensor: of Head, the tensor and Tail.
-func Size(d tensor.Desc) (int64, error) {
-	p, err := one(d)
-	if err != nil {
-		return 0, err
-	}
-	return p.Offset(1) + int64(len(p.Gap(1, []uint32{0}))), nil
-}
-
 // Parts is a file that is to be written: gaps, and between them the bytes of its tensors,
 // row-major and little-endian. It is safe for concurrent use.
 type Parts struct {
@@ -50,6 +19,9 @@ type Parts struct {
 	offsets []int64  // where each tensor begins, and where the last gap does
 	records []record // up to the last tensor: two, and the storages
 }
+
+// Bare lays out a file of one tensor.
+func Bare(d tensor.Desc) (*Parts, error) { return NewParts([]tensorfile.Entry{{Desc: d}}, true) }
 
 // NewParts lays out a file of a dict of tensors, or of one that is bare. Of an entry it
 // takes name and desc.
@@ -112,6 +84,12 @@ func (p *Parts) record(b []byte, pos int64, name string, data []byte) []byte {
 // Offset returns where the bytes of a tensor begin in the file, and, one further than the
 // last tensor, where these end.
 func (p *Parts) Offset(i int) int64 { return p.offsets[i] }
+
+// Size returns how many bytes the whole file has.
+func (p *Parts) Size() int64 {
+	last := len(p.offsets) - 1
+	return p.offsets[last] + int64(len(p.Gap(last, make([]uint32, last))))
+}
 
 // Gap hands over what comes before the bytes of a tensor, or behind those of the last one.
 // crcs has the CRC-32 (IEEE) of each tensor before.

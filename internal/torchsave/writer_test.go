@@ -107,11 +107,8 @@ func TestWhatCannotBeWrittenIsRefused(t *testing.T) {
 			typed(t, err)
 		})
 	}
-	_, err := Head(tensor.Desc{})
+	_, err := Bare(tensor.Desc{})
 	require.ErrorIs(t, err, tensor.ErrDataType)
-	_, err = Size(tensor.Desc{})
-	require.ErrorIs(t, err, tensor.ErrDataType)
-	require.Nil(t, Tail(tensor.Desc{}, 0))
 }
 
 func TestThousandsOfTensorsAreReadAgain(t *testing.T) {
