@@ -215,7 +215,7 @@ func (r *receiver) finish(t *incoming) error {
 	err = t.open(l.Desc)
 	for at := int64(0); err == nil && at < size; at += chunkBytes {
 		part := b.Bytes()[:min(size-at, chunkBytes)]
-		l.GatherFrom(part, t.window.Bytes(), at*8/int64(l.DType.Bits()))
+		l.Gather(part, t.window.Bytes(), at*8/int64(l.DType.Bits()))
 		err = t.write(part)
 	}
 	return err

@@ -112,7 +112,7 @@ func (g *gathering) Read(p []byte) (int, error) {
 	}
 	w := width(g.Desc)
 	n := min(int64(len(p))/w*w, g.left)
-	g.gather(p[:n], g.window, g.from)
+	g.Gather(p[:n], g.window, g.from)
 	g.from, g.left = g.from+n/w, g.left-n
 	return int(n), nil
 }

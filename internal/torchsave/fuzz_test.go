@@ -58,7 +58,7 @@ func FuzzReader(f *testing.F) {
 			return
 		}
 		data := make([]byte, size)
-		l.Gather(data, window)
+		l.Gather(data, window, 0)
 		if !bytes.Equal(data, slowly(l, window)) {
 			t.Fatalf("%v gathered otherwise", l)
 		}

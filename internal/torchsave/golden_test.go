@@ -116,7 +116,7 @@ func dense(t testing.TB, l Layout, window []byte) []byte {
 	require.NoError(t, err)
 	require.Len(t, window, int(l.Window))
 	data := make([]byte, size)
-	l.Gather(data, window)
+	l.Gather(data, window, 0)
 	if l.Dense() {
 		require.Equal(t, window, append([]byte(nil), data...))
 	}

@@ -73,16 +73,9 @@ func (l Layout) axes() (shape, strides []int64) {
 	return shape, strides
 }
 
-// Gather copies the elements from a window into dst, row-major. dst has as many bytes as
-// Desc says, window as many as Window does.
-func (l Layout) Gather(dst, window []byte) { l.gather(dst, window, 0) }
-
-// GatherFrom copies only as many elements as dst has room for, beginning with element from in
-// row-major order.
-func (l Layout) GatherFrom(dst, window []byte, from int64) { l.gather(dst, window, from) }
-
-// gather fills dst, which has whole elements, beginning with the tensor's element from.
-func (l Layout) gather(dst, window []byte, from int64) {
+// Gather copies elements from a window to dst, row-major: as many as it has room for,
+// beginning with element from. It borrows both; dst has room for whole elements.
+func (l Layout) Gather(dst, window []byte, from int64) {
 	if len(dst) == 0 { // there may be no element
 		return
 	}
