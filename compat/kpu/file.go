@@ -13,57 +13,73 @@ import (
 
 // file is the file of a tensor that is sent in chunks.
 type file struct {
-	id         string
-	desc       tensor.Desc
-	parts      *torchsave.Parts
-	head, tail []byte
-	step       int64  // bytes of a chunk
-	data, size int64  // bytes of the tensor, and of the file
-	total      int64  // chunks
-	crc        uint32 // of the data sealed
+	id   string
+	desc tensor.Desc
+	step int64                         // bytes of a chunk
+	room func() ([]byte, error)        // lends memory of a chunk
+	send func(c *pb.TensorChunk) error // takes a chunk in it
+
+	parts       *torchsave.Parts
+	size, total int64  // bytes of the file, and chunks
+	left        int64  // bytes of the tensor to come
+	crc         uint32 // of those that came
+	next        int64  // chunk
+	chunk       []byte // it, if it has begun
+	filled      int    // bytes of it
 }
 
-// newFile returns the file of a tensor, in chunks of step bytes, most of them.
-func newFile(id string, d tensor.Desc, step, most int64) (*file, error) {
-	parts, err := torchsave.Bare(d)
-	if err != nil {
-		return nil, frame.Errorf(frame.FailedPrecondition, "%v", err)
+// begin begins the file, of most chunks.
+func (f *file) begin(most int64) (err error) {
+	if f.parts, err = torchsave.Bare(f.desc); err != nil {
+		return frame.Errorf(frame.FailedPrecondition, "%v", err)
 	}
-	f := &file{id: id, desc: d, parts: parts, head: parts.Gap(0, nil), step: step, size: parts.Size()}
-	if f.total = (f.size + step - 1) / step; f.total > most {
-		return nil, frame.Errorf(frame.ResourceExhausted, "a tensor of %d chunks is to be sent, the limit is %d", f.total, most)
+	f.size = f.parts.Size()
+	if f.total = (f.size + f.step - 1) / f.step; f.total > most {
+		return frame.Errorf(frame.ResourceExhausted, "a tensor of %d chunks is to be sent, the limit is %d", f.total, most)
 	}
-	f.data, _ = d.Bytes() // Bare has checked it
-	return f, nil
+	f.left, _ = f.desc.Bytes() // Bare has checked it
+	return f.write(f.parts.Gap(0, nil))
 }
 
-// chunk returns the part of a buffer that chunk i takes, and of that the part for bytes of the
-// tensor; it shares them.
-func (f *file) chunk(i int64, buffer []byte) (chunk, data []byte) {
-	n := min(f.step, f.size-i*f.step)
-	clip := func(at int64) int64 { return min(max(at-i*f.step, 0), n) }
-	chunk = buffer[:n]
-	return chunk, chunk[clip(int64(len(f.head))):clip(int64(len(f.head))+f.data)]
+// whole reports whether all chunks have been sent.
+func (f *file) whole() bool { return f.next == f.total }
+
+// data copies the next bytes of the tensor, and ends the file after the last ones.
+func (f *file) data(p []byte) error {
+	f.left -= int64(len(p))
+	f.crc = crc32.Update(f.crc, crc32.IEEETable, p)
+	err := f.write(p)
+	if err == nil && f.left == 0 {
+		err = f.write(f.parts.Gap(1, []uint32{f.crc}))
+	}
+	return err
 }
 
-// seal returns a chunk that has its bytes of the tensor, and shares it. Chunks are sealed in
-// order: the checksum of all data stands behind it.
-func (f *file) seal(i int64, chunk, data []byte) *pb.TensorChunk {
-	f.crc = crc32.Update(f.crc, crc32.IEEETable, data)
-	at := i * f.step
-	copy(chunk, f.head[min(at, int64(len(f.head))):])
-	if behind := int64(len(f.head)) + f.data; at+int64(len(chunk)) > behind {
-		if f.tail == nil {
-			f.tail = f.parts.Gap(1, []uint32{f.crc})
+// write copies the next bytes of the file, and sends the chunks that are full.
+func (f *file) write(p []byte) error {
+	for len(p) > 0 && !f.whole() {
+		if f.filled == 0 {
+			mem, err := f.room()
+			if err != nil {
+				return err
+			}
+			f.chunk = mem[:min(f.step, f.size-f.next*f.step)]
 		}
-		copy(chunk[max(behind-at, 0):], f.tail[max(at-behind, 0):])
-	}
-	c := &pb.TensorChunk{TensorId: f.id, ChunkNumber: uint32(i), Data: chunk, TotalChunks: uint32(f.total), IsLast: i == f.total-1}
-	if i == 0 {
-		c.Metadata = map[string]string{
-			"shape": strings.ReplaceAll(f.desc.Shape.String(), " ", ", "), "dtype": "torch." + f.desc.DType.String(),
-			"device": "cpu", "size_bytes": strconv.FormatInt(f.size, 10),
+		n := copy(f.chunk[f.filled:], p)
+		if p, f.filled = p[n:], f.filled+n; f.filled < len(f.chunk) {
+			return nil
+		}
+		c := &pb.TensorChunk{TensorId: f.id, ChunkNumber: uint32(f.next), Data: f.chunk, TotalChunks: uint32(f.total), IsLast: f.next == f.total-1}
+		if f.next == 0 {
+			c.Metadata = map[string]string{
+				"shape": strings.ReplaceAll(f.desc.Shape.String(), " ", ", "), "dtype": "torch." + f.desc.DType.String(),
+				"device": "cpu", "size_bytes": strconv.FormatInt(f.size, 10),
+			}
+		}
+		f.next, f.filled = f.next+1, 0
+		if err := f.send(c); err != nil {
+			return err
 		}
 	}
-	return c
+	return nil
 }

@@ -105,7 +105,7 @@ func (s *service) SendTensors(req *pb.TensorRequest, stream grpc.ServerStreaming
 	if err != nil {
 		return err
 	}
-	buffer, err := s.models.Buffer(chunkBytes)
+	buffer, err := s.models.Buffer(2 * chunkBytes)
 	if err != nil {
 		return err
 	}
@@ -118,7 +118,7 @@ func (s *service) SendTensors(req *pb.TensorRequest, stream grpc.ServerStreaming
 	return nil
 }
 
-// send sends one tensor, whose chunks it copies to buffer.
+// send sends one tensor. The first half of buffer is for its chunks, the other for its bytes.
 func (s *service) send(shape string, stream grpc.ServerStreamingServer[pb.TensorChunk], buffer []byte) error {
 	params := map[string]string{"shape": shape}
 	if s.source == DefaultSource {
@@ -131,11 +131,12 @@ func (s *service) send(shape string, stream grpc.ServerStreamingServer[pb.Tensor
 	if err != nil {
 		return err
 	}
-	f, err := newFile(uuid.NewString(), get.Desc, chunkBytes, s.most.chunks)
-	for i := int64(0); err == nil && i < f.total; i++ {
-		chunk, data := f.chunk(i, buffer)
+	f := file{id: uuid.NewString(), desc: get.Desc, step: chunkBytes, room: func() ([]byte, error) { return buffer[:chunkBytes], nil }, send: stream.Send}
+	err = f.begin(s.most.chunks)
+	for err == nil && !f.whole() {
+		data := buffer[chunkBytes:][:min(chunkBytes, f.left)]
 		if err = get.Read(data); err == nil {
-			err = stream.Send(f.seal(i, chunk, data))
+			err = f.data(data)
 		}
 	}
 	return get.End(err)

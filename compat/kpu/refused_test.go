@@ -254,17 +254,18 @@ func TestAnIncompleteTensorDoesNotWaitForEver(t *testing.T) {
 func TestASlowClientMayReadOtherResultsFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		e := &exchange{receiver: &receiver{service: &service{most: defaults}}, ctx: t.Context()}
-		last := running{exchange: e, went: make(chan struct{}, 1)}
+		last := running{exchange: e, free: make(chan []byte, 1)}
 		go func() {
 			for range 16 { // the chunks before its own
 				time.Sleep(defaults.unread * 2 / 3)
 				e.passed.Add(1)
 			}
-			last.went <- struct{}{}
+			last.free <- nil
 		}()
-		require.NoError(t, last.wait())
+		_, err := last.room()
+		require.NoError(t, err)
 		began := time.Now()
-		err := last.wait()
+		_, err = last.room()
 		why, ok := errors.AsType[*frame.Error](err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, frame.ResourceExhausted, why.Code)

@@ -38,7 +38,7 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 	ctx, fail := context.WithCancelCause(stream.Context())
 	e.ctx = ctx
 	e.receiver = s.receiver(fail, func(id string) sink {
-		t := &running{exchange: e, id: id, went: make(chan struct{}, 1), over: make(chan struct{})}
+		t := &running{exchange: e, id: id, over: make(chan struct{})}
 		return sink{t.open, t.write, t.end}
 	})
 	go func() {
@@ -65,17 +65,11 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 type running struct {
 	*exchange
 	id      string
-	run     *server.Run // nil before open
-	dropped atomic.Bool // it will not come whole: who receives says why
-	sent    atomic.Int64
-	went    chan struct{} // a token when a chunk has been sent
+	run     *server.Run   // nil before open
+	dropped atomic.Bool   // it will not come whole: who receives says why
 	over    chan struct{} // closed with the run
-
-	// Of the goroutine of the result.
-	ring   server.Buffer // chunk i lies at i modulo the number of chunks it holds
-	file   *file         // nil before the result begins
-	next   int64         // chunk
-	filled int           // of its bytes of the tensor
+	ring    server.Buffer // chunks of the result
+	free    chan []byte   // those that have been sent, or are new
 }
 
 // open opens the run, after the memory in which its result waits: what has a run must not be
@@ -97,7 +91,8 @@ func (t *running) open(d tensor.Desc) error {
 	}
 	size, err := d.Bytes()
 	if err == nil {
-		t.ring, err = t.hold(min(max(size+ringExtra, ringLeast), ringBytes))
+		size = min(max(size+ringExtra, ringLeast), ringBytes)
+		t.ring, err = t.hold(size - size%min(size, chunkBytes)) // whole chunks
 	}
 	if err != nil {
 		<-t.places
@@ -112,7 +107,10 @@ func (t *running) open(d tensor.Desc) error {
 		<-t.places
 		return err
 	}
-	t.run = &run
+	t.run, t.free = &run, make(chan []byte, ringBytes/chunkBytes)
+	for mem := range slices.Chunk(t.ring.Bytes(), chunkBytes) {
+		t.free <- mem
+	}
 	t.live.Store(t.id, t.over)
 	t.work.Go(t.result) // ends with the run
 	return nil
@@ -138,9 +136,10 @@ func (t *running) end(err error) error {
 
 // result sends what the run makes, and ends it.
 func (t *running) result() {
+	chunks := len(t.free)
 	err := t.take()
-	for err == nil && t.sent.Load() < t.file.total {
-		err = t.wait()
+	for i := 0; err == nil && i < chunks; i++ { // until all is sent
+		_, err = t.room()
 	}
 	if err = t.run.End(err); err != nil && !t.dropped.Load() {
 		t.fail(err)
@@ -151,23 +150,25 @@ func (t *running) result() {
 	close(t.over)
 }
 
-// wait waits until a chunk has been sent, as long as the client reads those of other results.
-func (t *running) wait() error {
+// room waits for memory of a chunk that has been sent, as long as the client reads those of
+// other results.
+func (t *running) room() ([]byte, error) {
 	for passed := int64(-1); passed < t.passed.Load(); {
 		passed = t.passed.Load()
 		select {
-		case <-t.went:
-			return nil
+		case mem := <-t.free:
+			return mem, nil
 		case <-t.ctx.Done():
-			return context.Cause(t.ctx)
+			return nil, context.Cause(t.ctx)
 		case <-time.After(t.most.unread):
 		}
 	}
-	return frame.Errorf(frame.ResourceExhausted, "the client has not read results for %v; it must read them while it sends", t.most.unread)
+	return nil, frame.Errorf(frame.ResourceExhausted, "the client has not read results for %v; it must read them while it sends", t.most.unread)
 }
 
 // take cuts the run's result into chunks.
 func (t *running) take() error {
+	var f *file
 	var early []engine.Out // what comes before its turn
 	defer func() {
 		for _, o := range early {
@@ -177,20 +178,21 @@ func (t *running) take() error {
 	for at := int64(0); ; {
 		o, err := t.run.Next(t.ctx)
 		switch {
-		case errors.Is(err, io.EOF) && t.file != nil && t.next == t.file.total:
+		case errors.Is(err, io.EOF) && f != nil && f.whole():
 			return nil
 		case errors.Is(err, io.EOF):
 			return fmt.Errorf("%w: it ended before its result was complete", engine.ErrModel)
 		case err != nil:
 			return err
 		}
-		if early = append(early, o); t.file == nil {
-			t.file, err = newFile("processed_"+t.id, o.Desc, min(chunkBytes, int64(len(t.ring.Bytes()))), t.most.chunks)
+		if early = append(early, o); f == nil {
+			f = &file{id: "processed_" + t.id, desc: o.Desc, step: min(chunkBytes, int64(len(t.ring.Bytes()))), room: t.room, send: t.pass}
+			err = f.begin(t.most.chunks)
 		}
 		for i := 0; err == nil && i >= 0; {
 			if i = slices.IndexFunc(early, func(o engine.Out) bool { return o.Off == at }); i >= 0 {
 				at += int64(len(early[i].Data))
-				err = t.copy(early[i].Data)
+				err = f.data(early[i].Data)
 				early[i].Release()
 				early = slices.Delete(early, i, i+1)
 			}
@@ -201,43 +203,18 @@ func (t *running) take() error {
 	}
 }
 
-// copy copies the next bytes of the result, and passes on the chunks that are complete.
-func (t *running) copy(p []byte) error {
-	n := int64(len(t.ring.Bytes())) / t.file.step // chunks in the ring
-	for t.next < t.file.total {
-		chunk, data := t.file.chunk(t.next, t.ring.Bytes()[t.next%n*t.file.step:])
-		if len(p) == 0 && t.filled < len(data) {
-			return nil
-		}
-		for t.sent.Load() <= t.next-n {
-			if err := t.wait(); err != nil {
-				return err
+// pass leaves a chunk to be sent, unless the exchange fails before.
+func (t *running) pass(c *pb.TensorChunk) error {
+	t.ring.Retain() // until it is sent, which may be after the run
+	t.out <- func() {
+		if t.ctx.Err() == nil {
+			if err := t.stream.Send(c); err != nil {
+				t.fail(err)
 			}
 		}
-		k := copy(data[t.filled:], p)
-		if p, t.filled = p[k:], t.filled+k; t.filled < len(data) {
-			return nil
-		}
-		c := t.file.seal(t.next, chunk, data)
-		t.ring.Retain() // until it is sent, which may be after the run
-		t.out <- func() { t.send(c) }
-		t.next, t.filled = t.next+1, 0
+		t.passed.Add(1)
+		t.free <- c.Data[:cap(c.Data)]
+		t.ring.Release()
 	}
 	return nil
-}
-
-// send sends a chunk, unless the exchange has failed.
-func (t *running) send(c *pb.TensorChunk) {
-	if t.ctx.Err() == nil {
-		if err := t.stream.Send(c); err != nil {
-			t.fail(err)
-		}
-	}
-	t.ring.Release()
-	t.sent.Add(1)
-	t.passed.Add(1)
-	select {
-	case t.went <- struct{}{}:
-	default:
-	}
 }
