@@ -29,7 +29,7 @@ type Direct struct {
 	ctx     context.Context
 
 	mu          sync.Mutex // guards all below
-	place       *placed
+	writer      store.Writer
 	reader      store.Reader
 	size, moved int64 // bytes
 	err         error
@@ -51,8 +51,7 @@ func (s *Service) Put(ctx context.Context, from *admission.Caller, name string, 
 		}
 		inner, cancel := context.WithCancelCause(ctx)
 		defer cancel(nil)
-		w, _, err := s.create(inner, cancel, name, desc, nil)
-		d.place = &placed{service: s, ctx: ctx, writer: w}
+		d.writer, _, err = s.create(inner, cancel, name, desc, nil)
 		return err
 	})
 }
@@ -95,7 +94,7 @@ func (s *Service) direct(ctx context.Context, kind serving.Direction, from *admi
 
 // Write copies data to the next bytes of the tensor that is put.
 func (d *Direct) Write(data []byte) error {
-	return d.move(data, func(off int64, p []byte) error { return d.place.WriteViews(off, [][]byte{p}) })
+	return d.move(data, func(off int64, p []byte) error { return d.writer.WriteViews(d.ctx, off, [][]byte{p}) })
 }
 
 // Read copies the next bytes of the tensor to data, as many as it has room for.
@@ -144,15 +143,14 @@ func (d *Direct) End(err error) error {
 	d.forget()
 	d.forget = nil
 	s, code := d.service, frame.OK
-	if d.place != nil && d.place.writer != nil {
+	if d.writer != nil {
 		if err == nil && d.moved < d.size {
 			err = frame.Errorf(frame.InvalidArgument, "only %d bytes of a tensor of %d came", d.moved, d.size)
 		}
-		w := d.place.end()
 		if err == nil {
-			err = s.survive(func() error { _, err := w.Commit(d.ctx); return err })
+			err = s.survive(func() error { _, err := d.writer.Commit(d.ctx); return err })
 		}
-		s.discard(w)
+		s.discard(d.writer)
 	}
 	if d.reader != nil {
 		_ = s.survive(func() error { d.reader.Release(); return nil })
