@@ -60,9 +60,9 @@ func (s *service) find(name string) (p ports, err error) {
 	p.present, p.result = layers(p.Outputs, "present")
 	switch {
 	case !found:
-		err = refuse(frame.NotFound, "no model %.100q", name)
+		err = frame.Errorf(frame.NotFound, "no model %.100q", name)
 	case p.data < 0 || p.result < 0:
-		err = refuse(unimplemented, "model %q does not take one tensor and give one, beside past_key_0, past_value_0, present_key_0, present_value_0 and so on", name)
+		err = frame.Errorf(unimplemented, "model %q does not take one tensor and give one, beside past_key_0, past_value_0, present_key_0, present_value_0 and so on", name)
 	}
 	return p, err
 }
@@ -134,7 +134,7 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 	case err != nil:
 		return nil, err
 	case !p.trains:
-		return nil, errNoTraining
+		return nil, frame.Errorf(frame.FailedPrecondition, "Training mode not enabled on server") // as theirs says
 	case !found || model != run.model:
 		return nil, noPass(id)
 	}

@@ -2,7 +2,6 @@ package splitlearn
 
 import (
 	"errors"
-	"fmt"
 
 	"google.golang.org/grpc/codes"
 
@@ -17,17 +16,13 @@ const (
 	unimplemented    = frame.Code(codes.Unimplemented)
 )
 
-// errNoTraining and noPass say what theirs say.
-var errNoTraining = refuse(frame.FailedPrecondition, "Training mode not enabled on server")
-
+// noPass says what theirs says.
 func noPass(id string) error {
-	return refuse(frame.NotFound, "'Activation %s not found in cache (may have expired or never cached)'", id)
+	return frame.Errorf(frame.NotFound, "'Activation %s not found in cache (may have expired or never cached)'", id)
 }
 
-func invalid(format string, args ...any) error { return refuse(frame.InvalidArgument, format, args...) }
-
-func refuse(code frame.Code, format string, args ...any) error {
-	return &server.RefusedError{Code: code, Text: fmt.Sprintf(format, args...)}
+func invalid(format string, args ...any) error {
+	return frame.Errorf(frame.InvalidArgument, format, args...)
 }
 
 // refused returns an error whose code is FAILED_PRECONDITION, or nil: a model does not take its

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -100,7 +101,7 @@ func (t *training) forward(ctx context.Context, model, name string, in []server.
 	if refused(err) != nil { // the lease was given up, or lost with the model's process; if not, it says so again
 		_, err = t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token})
 		if r := refused(err); r != nil {
-			return nil, refuse(permissionDenied, "the model trains with another client: %s", r.Text)
+			return nil, frame.Errorf(permissionDenied, "the model trains with another client: %s", r.Text)
 		}
 		if err == nil {
 			out, err = t.run(ctx, model+"/train", kept.call, in, params)
