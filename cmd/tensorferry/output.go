@@ -171,9 +171,7 @@ func (t *target) begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 				w.to = io.NewOffsetWriter(t.temp, t.parts.Offset(i))
 			}
 		}
-		if t.temp == nil { // the only tensor comes next
-			_, err = t.out.Write(t.parts.Gap(0, nil))
-		}
+		_, err = t.out.Write(t.parts.Gap(0, nil))
 	case !t.raw:
 		err = tensorfile.WriteNPYHeader(t.out, tensors[0].Desc)
 		if errors.Is(err, tensorfile.ErrUnsupported) {
@@ -261,16 +259,16 @@ func (t *target) fillGaps() (err error) {
 		return nil
 	}
 	crcs := each(t.writers, func(w *tensorWriter) uint32 { return w.crc })
-	if t.temp == nil {
-		_, err = t.out.Write(t.parts.Gap(1, crcs))
-		return err
-	}
-	for i := 0; i <= len(crcs) && err == nil; i++ {
-		gap, end := t.parts.Gap(i, crcs), t.parts.Offset(i)
+	for i := 1; i <= len(crcs) && err == nil; i++ {
+		gap, at := t.parts.Gap(i, crcs), t.parts.Offset(i)
 		if i < len(crcs) {
-			end -= int64(len(gap))
+			at -= int64(len(gap))
 		}
-		_, err = t.temp.WriteAt(gap, end)
+		if t.temp != nil {
+			_, err = t.temp.WriteAt(gap, at)
+		} else { // behind the only tensor
+			_, err = t.out.Write(gap)
+		}
 	}
 	return err
 }
