@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -251,10 +252,29 @@ func TestAnIncompleteTensorDoesNotWaitForEver(t *testing.T) {
 	}
 }
 
+func TestAFaultIsToldWhileResultsWaitToBeRead(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	file := fileOf(t, floats(t, 24*mib/4))
+	s, err := f.client.StreamTensors(t.Context())
+	require.NoError(t, err)
+	for id := range 8 {
+		for _, c := range chunksOf(strconv.Itoa(id), file, mib)[:14] { // more than waits, less than blocks the model
+			require.NoError(t, s.Send(c))
+		}
+	}
+	require.NoError(t, s.Send(&pb.TensorChunk{TensorId: "0", TotalChunks: 1}))
+	f.isIdle(t) // and not 5 s later for each
+	for err == nil {
+		_, err = s.Recv()
+	}
+	require.Equal(t, codes.InvalidArgument, status.Code(err), "%v", err)
+}
+
 func TestASlowClientMayReadOtherResultsFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		e := &exchange{receiver: &receiver{service: &service{most: defaults}}, ctx: t.Context()}
-		last := running{exchange: e, free: make(chan []byte, 1)}
+		e := &exchange{receiver: &receiver{service: &service{most: defaults}}}
+		last := running{exchange: e, wanted: t.Context(), free: make(chan []byte, 1)}
 		go func() {
 			for range 16 { // the chunks before its own
 				time.Sleep(defaults.unread * 2 / 3)

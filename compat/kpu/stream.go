@@ -39,6 +39,7 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 	e.ctx = ctx
 	e.receiver = s.receiver(fail, func(id string) sink {
 		t := &running{exchange: e, id: id, over: make(chan struct{})}
+		t.wanted, t.stop = context.WithCancelCause(e.ctx)
 		return sink{t.open, t.write, t.end}
 	})
 	go func() {
@@ -65,6 +66,8 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 type running struct {
 	*exchange
 	id      string
+	wanted  context.Context // ends when nobody wants the result any more
+	stop    context.CancelCauseFunc
 	run     *server.Run   // nil before open
 	dropped atomic.Bool   // it will not come whole: who receives says why
 	over    chan struct{} // closed with the run
@@ -125,12 +128,17 @@ func (t *running) write(data []byte) error {
 	return context.Cause(t.ctx)
 }
 
-// end leaves the run to result if all has come.
+// end leaves the run to result if all has come. Otherwise result must not wait for the client
+// while the run waits for what it holds.
 func (t *running) end(err error) error {
-	if t.run == nil || err == nil {
-		return err
+	if t.run != nil && err == nil {
+		return nil
 	}
 	t.dropped.Store(true)
+	t.stop(err)
+	if t.run == nil {
+		return err
+	}
 	return t.run.End(err)
 }
 
@@ -144,6 +152,7 @@ func (t *running) result() {
 	if err = t.run.End(err); err != nil && !t.dropped.Load() {
 		t.fail(err)
 	}
+	t.stop(nil)
 	t.drop(t.ring)
 	<-t.places
 	t.live.Delete(t.id)
@@ -158,8 +167,8 @@ func (t *running) room() ([]byte, error) {
 		select {
 		case mem := <-t.free:
 			return mem, nil
-		case <-t.ctx.Done():
-			return nil, context.Cause(t.ctx)
+		case <-t.wanted.Done():
+			return nil, context.Cause(t.wanted)
 		case <-time.After(t.most.unread):
 		}
 	}
@@ -176,7 +185,7 @@ func (t *running) take() error {
 		}
 	}()
 	for at := int64(0); ; {
-		o, err := t.run.Next(t.ctx)
+		o, err := t.run.Next(t.wanted)
 		switch {
 		case errors.Is(err, io.EOF) && f != nil && f.whole():
 			return nil
