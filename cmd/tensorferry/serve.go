@@ -423,7 +423,7 @@ func (c *serveConfig) openDropIns(models *engine.Registry, log *slog.Logger) (al
 		}
 		if err == nil {
 			all = append(all, f.service(l))
-			log.Info("listening for "+f.system, slog.String("address", addressOf(l)), slog.String("model", f.model))
+			log.Info("listening for clients of another system", slog.String("system", f.system), slog.String("address", addressOf(l)), slog.String("model", f.model))
 		}
 	}
 	if err != nil {
