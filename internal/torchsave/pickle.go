@@ -2,6 +2,7 @@ package torchsave
 
 import (
 	"bytes"
+	"cmp"
 	"fmt"
 	"hash/crc32"
 	"math"
@@ -58,6 +59,9 @@ type rebuilt struct {
 	Layout
 	offset int64 // of its window in the storage, in bytes
 }
+
+// readable is what errors about other content say.
+const readable = "only dense tensors, and in files flat dicts of them such as model.state_dict(), are read"
 
 // globals are the names that a pickle may say. A function only builds one of the machine's
 // values.
@@ -140,8 +144,8 @@ func (m *machine) step(p []byte) (n int) {
 	case op.do == nil:
 		_, name, known := strings.Cut(" "+others, " "+string(p[:1]))
 		name, _, _ = strings.Cut(name, " ")
-		m.must(known, malformed, "the byte 0x%02x in data.pkl is no opcode", p[0])
-		m.must(false, unsupported, "the opcode %s in data.pkl: it holds more than tensors of numbers", name)
+		m.must(known, malformed, "the byte 0x%02x in data.pkl is not an opcode", p[0])
+		m.must(false, unsupported, "the opcode %s in data.pkl; "+readable, name)
 		return 0
 	case arg == argLines:
 		p = p[:min(len(p), maxGlobal)]
@@ -212,14 +216,15 @@ func (m *machine) marked() int {
 func want[T any](m *machine, v any) (t T) {
 	t, ok := v.(T)
 	if !ok {
-		m.must(ok, unsupported, "a value of type %s where a file of tensors has one of type %s", kind(v), kind(t))
+		m.must(ok, unsupported, "a value of type %s where one of type %s is expected", kind(v), kind(t))
 	}
 	return t
 }
 
-// kind is what a value is, for errors: the name of its type.
+// kind is what a value is, for errors: the name of its type, in Python if it has one there.
 func kind(v any) string {
-	return strings.TrimPrefix(strings.TrimPrefix(fmt.Sprintf("%T", v), "*"), "torchsave.")
+	name := strings.TrimPrefix(strings.TrimPrefix(fmt.Sprintf("%T", v), "*"), "torchsave.")
+	return cmp.Or(map[string]string{"int64": "int", "string": "str", "rebuilt": "tensor"}[name], name)
 }
 
 // number is a number without a sign, of which b has up to 8 bytes, the lowest first.
@@ -241,7 +246,7 @@ func (m *machine) proto(arg []byte) {
 func (m *machine) global(arg []byte) {
 	name := strings.Replace(string(arg[:len(arg)-1]), "\n", " ", 1)
 	v, known := globals[name]
-	m.must(known, unsupported, "the global %.*q: it is none that plain tensors need", quoted, name)
+	m.must(known, unsupported, "the global %.*q in data.pkl; "+readable, quoted, name)
 	m.push(v)
 }
 
@@ -269,7 +274,9 @@ func (m *machine) set(pairs []any) {
 	d := want[*dict](m, m.pop(1)[0])
 	m.must(len(pairs)%2 == 0, malformed, "a key without a value")
 	for i := 0; i < len(pairs) && m.err == nil; i += 2 {
-		d.keys, d.values = append(d.keys, want[string](m, pairs[i])), append(d.values, pairs[i+1])
+		key, text := pairs[i].(string)
+		m.must(text, unsupported, "a dict with a key of type %s; "+readable, kind(pairs[i]))
+		d.keys, d.values = append(d.keys, key), append(d.values, pairs[i+1])
 		switch v := pairs[i+1].(type) {
 		case int64, string, bool:
 		case *dict:
@@ -378,11 +385,13 @@ func (m *machine) root() (entries []entry, bare bool) {
 	if t, bare := top.(*rebuilt); bare {
 		return []entry{{"", t}}, true
 	}
-	d, seen := want[*dict](m, top), map[string]bool{}
+	d, many := top.(*dict)
+	m.must(many, unsupported, "a value of type %s; "+readable, kind(top))
+	seen := map[string]bool{}
 	for i := 0; m.err == nil && i < len(d.keys); i++ {
 		name := d.keys[i]
 		t, ok := d.values[i].(*rebuilt)
-		m.must(ok, unsupported, "%.*q in the dict is of type %s; torch.save a dict of tensors alone", quoted, name, kind(d.values[i]))
+		m.must(ok, unsupported, "%.*q in the dict is of type %s; "+readable, quoted, name, kind(d.values[i]))
 		m.must(!seen[name], malformed, "%.*q comes twice in the dict", quoted, name)
 		m.must(i < maxTensors, limited, "more than %d tensors", maxTensors)
 		entries, seen[name] = append(entries, entry{name, t}), true

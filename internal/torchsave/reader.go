@@ -50,7 +50,7 @@ type Reader struct {
 func NewReader(maxBytes int64) *Reader {
 	return newReader(maxPickle, func(l Layout) error {
 		if size, _ := l.Bytes(); max(size, l.Window) > maxBytes { // it has been computed before
-			return limited("%v has %d bytes, and lies among %d in the file; the limit is %d", l.Desc, size, l.Window, maxBytes)
+			return limited("%v has %d bytes, which take %d in the file; the limit is %d", l.Desc, size, l.Window, maxBytes)
 		}
 		return nil
 	})
@@ -100,7 +100,7 @@ func (r *Reader) Layout() (l Layout, known bool) {
 // only then known to be what the file's checksums say.
 func (r *Reader) Close() error {
 	if r.m.err == nil && !r.over {
-		r.m.err = malformed("the file ends too early, behind %d bytes: %w", r.pos+int64(len(r.held)), io.ErrUnexpectedEOF)
+		r.m.err = malformed("the file ends too early, after %d bytes: %w", r.pos+int64(len(r.held)), io.ErrUnexpectedEOF)
 	}
 	return r.m.err
 }
@@ -133,6 +133,7 @@ func (r *Reader) header(b []byte) int {
 	n, extra := int(le.Uint16(b[26:])), int(le.Uint16(b[28:]))
 	used := localSize + n + min(extra, maxWide)
 	if !r.m.must(begin != "\x80\x02\x8a\x0a", unsupported, "a file of torch.save before torch 1.6; load it and torch.save it again") ||
+		!r.m.must(begin == localBegin || r.pos > 0, malformed, "not a file of torch.save: it does not begin as a ZIP archive does") ||
 		!r.m.must(begin == localBegin, malformed, "at byte %d begins neither a record of torch.save nor, after all of them, the directory", r.pos) ||
 		!r.m.must(n <= maxRecordName, malformed, "a record with a name of %d bytes, the limit is %d", n, maxRecordName) || len(b) < used {
 		return 0
@@ -163,7 +164,7 @@ func (r *Reader) begin(name string) {
 	r.storage, r.step = nil, r.text
 	if r.place < 0 {
 		r.prefix = strings.TrimSuffix(name, order[0])
-		r.m.must(strings.HasSuffix(name, "/"+order[0]), unsupported, "the first record is %.*q, and not data.pkl: torch.save has not written it", quoted, name)
+		r.m.must(strings.HasSuffix(name, "/"+order[0]), unsupported, "the first record is %.*q, not data.pkl: the file is not one of torch.save", quoted, name)
 		r.place, r.step = 0, r.pickle
 		return
 	}
@@ -189,7 +190,7 @@ func (r *Reader) pickle(b []byte) int {
 	used := r.m.step(b)
 	if r.m.over {
 		r.entries, r.bare = r.m.root()
-		r.m.must(r.many || r.bare && len(r.m.stores) == 1, unsupported, "a dict of tensors or several storages, and not one tensor")
+		r.m.must(r.many || r.bare && len(r.m.stores) == 1, unsupported, "a dict of tensors, or several storages, where one tensor is expected")
 		r.records[0].size, r.sum, r.step = int64(r.m.read), r.m.crc, r.descriptor
 	}
 	return used
