@@ -121,8 +121,8 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 			{"w", tensor.Tensor{Desc: tensor.Desc{DType: f32, Shape: tensor.Shape{2}}, Data: make([]byte, 8)}},
 		}}, frame.FailedPrecondition, []string{"[any any]", "float32[2]"}},
 		"a param not taken":   {change(func(a *ask) { a.Model, a.Params = "slow", map[string]string{"delay": "a while"} }), frame.InvalidArgument, []string{"delay", "a while"}},
-		"a model that fails":  {change(func(a *ask) { a.Model = "broken" }), frame.Internal, []string{"model failed", "call's id"}},
-		"a model that panics": {change(func(a *ask) { a.Model = "panics" }), frame.Internal, []string{`model "panics" panicked`, "call's id"}},
+		"a model that fails":  {change(func(a *ask) { a.Model = "broken" }), frame.Internal, []string{"model failed", "call's id (call 0"}},
+		"a model that panics": {change(func(a *ask) { a.Model = "panics" }), frame.Internal, []string{`model "panics" panicked`, "call's id (call 0"}},
 		"a timeout":           {change(func(a *ask) { a.Model, a.Timeout = "gate", 20*time.Millisecond }), frame.DeadlineExceeded, []string{"timeout"}},
 	} {
 		t.Run(name, func(t *testing.T) {
