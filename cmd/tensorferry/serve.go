@@ -417,7 +417,7 @@ func (c *serveConfig) openDropIns(models *engine.Registry, log *slog.Logger) (al
 		case f.model == "":
 			err = usage("--%s needs --%[1]s-model, the model that its clients call", f.flag)
 		case !slices.ContainsFunc(models.Infos(), func(i engine.Info) bool { return i.Name == f.model }):
-			err = usage("--%s-model %s: there is no such model; --model and --python add some", f.flag, f.model)
+			err = usage("--%s-model %s: no such model; add it with --model or --python", f.flag, f.model)
 		default:
 			l, err = listen(f.flag, f.address, c.bbr)
 		}

@@ -35,7 +35,7 @@ func (f *file) begin(most int64) (err error) {
 	}
 	f.size = f.parts.Size()
 	if f.total = (f.size + f.step - 1) / f.step; f.total > most {
-		return frame.Errorf(frame.ResourceExhausted, "a tensor of %d chunks is to be sent, the limit is %d", f.total, most)
+		return frame.Errorf(frame.ResourceExhausted, "the tensor to send has %d chunks, the limit is %d", f.total, most)
 	}
 	f.left, _ = f.desc.Bytes() // Bare has checked it
 	return f.write(f.parts.Gap(0, nil))

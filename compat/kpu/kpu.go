@@ -156,7 +156,7 @@ func shapeOf(params map[string]string) (shape string, err error) {
 		switch {
 		case err != nil:
 		case n < 0:
-			err = frame.Errorf(frame.InvalidArgument, "shape: dimension %d; a dimension is 0 or more", n)
+			err = frame.Errorf(frame.InvalidArgument, "shape: dimension %d must not be negative", n)
 		case bad != nil:
 			err = frame.Errorf(frame.ResourceExhausted, "shape: a dimension is beyond 2^63")
 		}

@@ -131,7 +131,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 	n, total, t := c.GetChunkNumber(), c.GetTotalChunks(), r.open[id]
 	switch {
 	case n >= total:
-		return frame.Errorf(frame.InvalidArgument, "chunk_number %d of total_chunks %d; the numbers are 0 and up", n, total)
+		return frame.Errorf(frame.InvalidArgument, "chunk_number %d must be below total_chunks %d", n, total)
 	case t != nil && total != t.total:
 		return frame.Errorf(frame.InvalidArgument, "total_chunks is %d, and was %d before the tensor was complete", total, t.total)
 	case len(id) > idBytes || t == nil && (len(r.open) == r.most.open || int64(total) > r.most.chunks-r.chunks):

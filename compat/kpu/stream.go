@@ -103,7 +103,7 @@ func (t *running) open(d tensor.Desc) error {
 	}
 	run, err := t.models.Open(t.ctx, server.Request{Model: t.model, Inputs: []engine.Input{{Desc: d, ChunkBytes: tensor.ChunkFor(d, engine.ChunkBytes)}}})
 	if err == nil && len(run.Info().Outputs) != 1 {
-		err = run.End(frame.Errorf(frame.FailedPrecondition, "the model %q has %d outputs; the service needs one with one", t.model, len(run.Info().Outputs)))
+		err = run.End(frame.Errorf(frame.FailedPrecondition, "model %q has %d outputs; the service needs a model with one", t.model, len(run.Info().Outputs)))
 	}
 	if err != nil {
 		t.drop(t.ring)

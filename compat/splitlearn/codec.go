@@ -64,7 +64,7 @@ func decode(what string, data []byte, dims []int32, hold holder) (t tensor.Tenso
 		elements.Convert(t.Data, tensor.Float32, data, tensor.Float16)
 		return t, float16s, nil
 	}
-	return t, c, invalid("%s: %d bytes are not those of the shape %v: %d as float32, half as float16, or a zlib stream of float32", what, length, dims, size)
+	return t, c, invalid("%s: %d bytes do not match the shape %v: %d bytes as float32, %d as float16, or a zlib stream of float32", what, length, dims, size, size/2)
 }
 
 // inflate returns the size bytes that data is a zlib stream of, or nil if it is none.

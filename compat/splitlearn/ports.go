@@ -39,7 +39,7 @@ func layers(all []engine.Port, prefix string) (of []int, other int) {
 // inputs returns what a request gives the model. A layer without an entry gets an empty one.
 func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, hold holder) ([]server.Tensor, error) {
 	if n := len(p.past) / 2; len(entries) > n {
-		return nil, invalid("past_key_values: %d entries; model %q has a cache (past_key_0, past_value_0) in %d layers", len(entries), p.Name, n)
+		return nil, invalid("past_key_values: %d entries; model %q has the inputs past_key_0, past_value_0 and so on of %d layers", len(entries), p.Name, n)
 	}
 	in := make([]server.Tensor, len(p.Inputs))
 	in[p.data] = server.Tensor{Port: p.Inputs[p.data].Name, Tensor: data}
@@ -71,7 +71,7 @@ func absent(port engine.Port) (t tensor.Tensor, err error) {
 		t.Shape = append(t.Shape, max(0, d))
 	}
 	if free != 1 {
-		err = invalid("%s: it is absent, and the model has no axis of any size there, or several, to be 0", port.Name)
+		err = invalid("%s is absent, and cannot be empty: the model must declare it with one axis of any size", port.Name)
 	}
 	return t, err
 }

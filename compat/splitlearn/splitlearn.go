@@ -62,7 +62,7 @@ func (s *service) find(name string) (p ports, err error) {
 	case !found:
 		err = frame.Errorf(frame.NotFound, "no model %.100q", name)
 	case p.data < 0 || p.result < 0:
-		err = frame.Errorf(unimplemented, "model %q does not take one tensor and give one, beside past_key_0, past_value_0, present_key_0, present_value_0 and so on", name)
+		err = frame.Errorf(unimplemented, "model %q must take one tensor and return one, beside past_key_0, past_value_0, present_key_0, present_value_0 and so on", name)
 	}
 	return p, err
 }
@@ -89,7 +89,7 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 		return nil, err
 	}
 	if req.GetUseCache() && len(p.present) == 0 {
-		return nil, invalid("use_cache: model %q gives no cache: it has no outputs present_key_0 and present_value_0", p.Name)
+		return nil, invalid("use_cache: model %q does not declare the outputs present_key_0, present_value_0 and so on", p.Name)
 	}
 	data, codec, err := decode("data", req.GetData(), req.GetShape(), hold)
 	if err != nil {
