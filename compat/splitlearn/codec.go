@@ -128,6 +128,7 @@ func encode(t tensor.Tensor, c codec, hold holder) (data []byte, dims []int32, e
 	z.Reset(&b)
 	_, err = z.Write(data)
 	err = errors.Join(err, z.Close()) // a Buffer does not fail
+	z.Reset(io.Discard)               // and is not kept
 	return b.Bytes(), dims, err
 }
 
