@@ -7,10 +7,10 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"hash/crc32"
 	"io"
-	"log"
 	"math"
 	"os"
 	"strconv"
@@ -40,18 +40,14 @@ type work func(ctx context.Context, conn *grpc.ClientConn, data []byte) (time.Ti
 var works = map[string]work{"kpu_upload": upload, "kpu_echo": echo, "kpu_first": echo, "split_echo": compute}
 
 func main() {
-	log.SetFlags(0)
-	log.SetPrefix("dropins: ")
 	conns := make(map[string]*grpc.ClientConn)
 	fmt.Println("ready")
 	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); {
 		a, err := do(conns, strings.Fields(lines.Text()))
-		if err != nil {
-			log.Fatalf("%s: %v", lines.Text(), err)
-		}
-		text, err := json.Marshal(a)
-		if err != nil {
-			log.Fatal(err)
+		text, bad := json.Marshal(a)
+		if err = errors.Join(err, bad); err != nil {
+			fmt.Fprintf(os.Stderr, "dropins: %s: %v\n", lines.Text(), err)
+			os.Exit(1)
 		}
 		fmt.Println(string(text))
 	}
@@ -165,7 +161,7 @@ func echo(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.T
 	got := make([]byte, 0, len(data)) // assembled, as a client has to
 	for {
 		m, err := s.Recv()
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			break
 		}
 		if err != nil {
