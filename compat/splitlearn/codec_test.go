@@ -126,10 +126,10 @@ func TestPassesThatAreTooOldAreGone(t *testing.T) {
 		{name: "other", model: "b", call: tensor.ID{2}, born: now.Add(-passAge)},
 		{name: "young", model: "a", call: tensor.ID{3}, born: now.Add(-passAge / 2)},
 	}}
-	if _, found := tr.take("old"); found {
+	if _, found := tr.take("old", ""); found {
 		t.Error("an old pass was found")
 	}
-	if run, found := tr.take("young"); !found || run.call != (tensor.ID{3}) {
+	if run, found := tr.take("young", ""); !found || run.call != (tensor.ID{3}) {
 		t.Error("a pass of 30 s was not found")
 	}
 	if graphs := tr.makeRoom("new", "a"); graphs != (tensor.ID{1}).String() || len(tr.passes) != 0 {

@@ -127,15 +127,14 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 	if err != nil {
 		return nil, err
 	}
-	run, found := s.take(nameOf(ctx, id))
-	model := cmp.Or(req.GetModelId(), run.model, s.model)
-	p, err := s.find(model)
+	run, found := s.take(nameOf(ctx, id), req.GetModelId())
+	p, err := s.find(cmp.Or(run.model, req.GetModelId(), s.model))
 	switch {
 	case err != nil:
 		return nil, err
 	case !p.trains:
 		return nil, frame.Errorf(frame.FailedPrecondition, "Training mode not enabled on server") // as theirs says
-	case !found || model != run.model:
+	case !found:
 		return nil, noPass(id)
 	}
 	if gradient, err = s.backward(ctx, &p, run, id, gradient); err != nil {

@@ -139,11 +139,13 @@ func (t *training) makeRoom(name, model string) string {
 	return strings.Join(graphs, ",")
 }
 
-// take returns a pass, once, if it is kept.
-func (t *training) take(name string) (run pass, found bool) {
+// take returns a pass of a model, or of any if that is empty, once, if it is kept.
+func (t *training) take(name, model string) (run pass, found bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	i := slices.IndexFunc(t.passes, func(p pass) bool { return p.name == name && time.Since(p.born) < passAge })
+	i := slices.IndexFunc(t.passes, func(p pass) bool {
+		return p.name == name && (model == "" || p.model == model) && time.Since(p.born) < passAge
+	})
 	if i >= 0 {
 		run = t.passes[i]
 		t.passes = slices.Delete(t.passes, i, i+1)

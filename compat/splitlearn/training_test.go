@@ -192,7 +192,7 @@ func TestTheGradientIsTrueAndGivenOnce(t *testing.T) {
 	require.NoError(t, err)
 	require.Len(t, y.GetForwardId(), 36)
 	for model, want := range map[string]codes.Code{"echo": codes.FailedPrecondition, "nothing": codes.NotFound} {
-		req := gradient(raw(1), "never", 1)
+		req := gradient(raw(1), y.GetForwardId(), 1) // which leaves it to its own model
 		req.ModelId = &model
 		_, err = f.ComputeBackward(t.Context(), req)
 		hasCode(t, want, err)
