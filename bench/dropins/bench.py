@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import socket
 import statistics
 import subprocess
 import sys
@@ -64,13 +65,15 @@ def measure(options: argparse.Namespace, folder: str) -> None:
         return children[-1]
 
     def ferry(model: str) -> dict[str, str]:
-        child = start(
+        with socket.socket() as a, socket.socket() as b:
+            for s in (a, b):
+                s.bind(("127.0.0.1", 0))
+            at = {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in (("kpu", a), ("split", b))}
+        start(
             program, "serve", "--child", "--listen", "127.0.0.1:0", "--engine", "cpu",
-            "--kpu", f"unix:{folder}/{model}-kpu", "--kpu-model", model,
-            "--splitlearn", f"unix:{folder}/{model}-split", "--splitlearn-model", model,
-        )  # fmt: skip
-        child.hear()
-        return {"kpu": f"unix:{folder}/{model}-kpu", "split": f"unix:{folder}/{model}-split"}
+            "--kpu", at["kpu"], "--kpu-model", model, "--splitlearn", at["split"], "--splitlearn-model", model,
+        ).hear()  # fmt: skip
+        return at
 
     try:
         ours = ferry("echo")
