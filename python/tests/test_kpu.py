@@ -123,7 +123,7 @@ class TestKPU(unittest.TestCase):
         server = Server("--kpu", "127.0.0.1:0")
         cls.addClassCleanup(server.stop)
         cls.native = server.address
-        address = re.search(r'system=kpu.torch address=(\S+)', server.said)
+        address = re.search(r"system=kpu.torch address=(\S+)", server.said)
         assert address is not None, server.said
         channel = grpc.insecure_channel(address.group(1))  # as theirs: without options
         cls.addClassCleanup(channel.close)

@@ -126,7 +126,7 @@ class Case(unittest.TestCase):
     def serve(cls, model: str, *options: str, python: str = sys.executable) -> tuple[Server, str]:
         server = Server("--splitlearn", "127.0.0.1:0", "--splitlearn-model", model, *options, python=python)
         cls.addClassCleanup(server.stop)
-        address = re.search(r'system=SplitLearnComm address=(\S+)', server.said)
+        address = re.search(r"system=SplitLearnComm address=(\S+)", server.said)
         assert address is not None, server.said
         return server, address.group(1)
 
