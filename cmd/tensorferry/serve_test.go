@@ -316,7 +316,9 @@ func TestAServerSpeaksToClientsOfKPUTorch(t *testing.T) {
 	resp, err := up.CloseAndRecv()
 	require.NoError(t, err)
 	require.Equal(t, []string{c.GetTensorId()}, resp.GetReceivedTensorIds())
-	require.Contains(t, o.get("/metrics", 200), `tensorferry_ended_rpcs_total{code="OK",service="kpu.torch.Service"} 2`)
+	testkit.Eventually(t, func() bool { // an RPC is counted after it has answered
+		return strings.Contains(o.get("/metrics", 200), `tensorferry_ended_rpcs_total{code="OK",service="kpu.torch.Service"} 2`)
+	}, "two RPCs counted")
 	require.NoError(t, conn.Close())
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
