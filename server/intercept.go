@@ -274,10 +274,10 @@ func (a accounted) RecvMsg(m any) error {
 	a.reading <- struct{}{}
 	defer func() { <-a.reading }()
 	a.received.Next()
-	rpcOf(a.Context()).release(false)
-	if _, frame := m.(*wire.Message); frame {
+	if _, frame := m.(*wire.Message); frame { // nothing is held beside frames
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
+	rpcOf(a.Context()).release(false)
 	req := wire.Request{Message: m}
 	if err := a.ServerStream.RecvMsg(&req); err != nil {
 		return receiveError(a.Context(), err)
