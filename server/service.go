@@ -98,6 +98,16 @@ func (r Run) Write(ctx context.Context, input int, data []byte) error {
 // when all results are complete. If ctx ends, its error is returned unchanged.
 func (r Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
 
+// Info describes the model of that name, if there is one.
+func (m *Models) Info(name string) (i engine.Info, found bool) {
+	model, release, err := m.server.cfg.Models.Lookup(name)
+	if err != nil {
+		return i, false
+	}
+	defer release()
+	return model.Info(), true
+}
+
 // Infos returns the models' descriptions, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 

@@ -50,12 +50,8 @@ func New(l net.Listener, model string) server.Service {
 // find returns the ports of a model.
 func (s *service) find(name string) (p ports, err error) {
 	found := false
-	for _, i := range s.models.Infos() {
-		if i.Name == name {
-			p.Info, found = i, true
-		}
-		p.trains = p.trains || i.Name == name+"/train"
-	}
+	p.Info, found = s.models.Info(name)
+	_, p.trains = s.models.Info(name + "/train")
 	p.past, p.data = layers(p.Inputs, "past")
 	p.present, p.result = layers(p.Outputs, "present")
 	switch {
