@@ -93,8 +93,15 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 			},
 		}
 	})
-	if err := r.receive(func() (*pb.TensorChunk, error) { return await(ctx, stream.Recv) }); err != nil {
-		return err
+	received := make(chan error, 1)
+	go func() { received <- r.receive(stream.Recv) }() // ends with the RPC
+	select {
+	case err := <-received:
+		if err != nil {
+			return err
+		}
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 	return stream.SendAndClose(&pb.TensorResponse{Success: true, Message: fmt.Sprintf("Received %d tensor(s)", len(ids)), ReceivedTensorIds: ids})
 }

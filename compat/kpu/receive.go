@@ -67,8 +67,9 @@ func (r *receiver) drop(b server.Buffer) {
 	b.Free()
 }
 
-// receive receives until the client has nothing more to send. What is incomplete then is
-// dropped. Its memory and its room in the store others need, so it does not wait for ever.
+// receive receives until the client has nothing more to send, and then drops incomplete tensors.
+// They hold memory and room in the store that others need, so the RPC fails if none of them gets
+// a chunk for too long.
 func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
 	silent := time.AfterFunc(r.most.silent, func() {
 		r.fail(frame.Errorf(frame.ResourceExhausted, "nothing has come for %v, and a tensor is incomplete", r.most.silent))
@@ -91,23 +92,6 @@ func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
 		return nil
 	}
 	return err
-}
-
-// await receives until ctx ends. What still receives then ends with the RPC.
-func await(ctx context.Context, recv func() (*pb.TensorChunk, error)) (*pb.TensorChunk, error) {
-	var c *pb.TensorChunk
-	came := make(chan error, 1)
-	go func() {
-		var err error
-		c, err = recv()
-		came <- err
-	}()
-	select {
-	case err := <-came:
-		return c, err
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
-	}
 }
 
 // end ends a tensor, and returns what the client is told.

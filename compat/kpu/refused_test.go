@@ -200,7 +200,7 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	require.NoError(t, err, "in order nothing is held but the result")
 	require.Len(t, got, 1)
 
-	// Results that are not read wait, but not for ever.
+	// Results that are not read wait for a limited time.
 	f = serve(t, func(f *fixture) { f.most.unread = 20e6 })
 	s, err := f.client.StreamTensors(t.Context())
 	require.NoError(t, err)
