@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import unittest
@@ -58,6 +60,22 @@ def interpreter_with_torch() -> Optional[str]:
         ):
             return python
     return None
+
+
+def generated(case: type[unittest.TestCase], proto: str) -> tuple[Any, Any]:
+    """Return the messages and the stubs that are generated from a file of api, for the tests of a class."""
+    import grpc_tools
+    from grpc_tools import protoc
+
+    folder = tempfile.TemporaryDirectory()
+    case.addClassCleanup(folder.cleanup)
+    own = str(pathlib.Path(grpc_tools.__file__).parent / "_proto")
+    to = [f"--python_out={folder.name}", f"--grpc_python_out={folder.name}"]
+    assert protoc.main(["protoc", f"-I{ROOT / 'api'}", f"-I{own}", *to, proto + ".proto"]) == 0
+    sys.path.insert(0, folder.name)
+    case.addClassCleanup(sys.path.remove, folder.name)
+    name = proto.replace("/", ".")
+    return importlib.import_module(name + "_pb2"), importlib.import_module(name + "_pb2_grpc")
 
 
 class Server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 import random
 import re
@@ -14,12 +13,11 @@ import unittest
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from support import ROOT, Server, interpreter_with_torch, torch
+from support import Server, generated, interpreter_with_torch, torch
 
 try:
     import grpc
-    import grpc_tools
-    from grpc_tools import protoc
+    import grpc_tools  # noqa: F401
 except ImportError:
     grpc = None
 
@@ -102,24 +100,7 @@ class TestKPU(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        own = str(pathlib.Path(grpc_tools.__file__).parent / "_proto")
-        made = protoc.main(
-            [
-                "protoc",
-                f"-I{ROOT / 'api'}",
-                f"-I{own}",
-                f"--python_out={folder.name}",
-                f"--grpc_python_out={folder.name}",
-                "kpu/torch/server/service.proto",
-            ]
-        )
-        assert made == 0
-        sys.path.insert(0, folder.name)
-        cls.addClassCleanup(sys.path.remove, folder.name)
-        cls.pb = importlib.import_module("kpu.torch.server.service_pb2")
-        cls.rpc = importlib.import_module("kpu.torch.server.service_pb2_grpc")
+        cls.pb, cls.rpc = generated(cls, "kpu/torch/server/service")
         server = Server("--kpu", "127.0.0.1:0")
         cls.addClassCleanup(server.stop)
         cls.native = server.address

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import pathlib
 import re
 import sys
-import tempfile
-import threading
 import time
 import unittest
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable
 
 import tensorferry as tf
-from support import ROOT, Server, interpreter_with_torch, numpy, torch
+from support import Server, generated, interpreter_with_torch, numpy, torch
 
 try:
     import grpc
-    import grpc_tools
-    from grpc_tools import protoc
+    import grpc_tools  # noqa: F401
 except ImportError:
     grpc = None
 
@@ -111,16 +107,7 @@ class Case(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        folder = tempfile.TemporaryDirectory()
-        cls.addClassCleanup(folder.cleanup)
-        own = str(pathlib.Path(grpc_tools.__file__).parent / "_proto")
-        to = [f"--python_out={folder.name}", f"--grpc_python_out={folder.name}"]
-        made = protoc.main(["protoc", f"-I{ROOT / 'api'}", f"-I{own}", *to, "splitlearn/comm/compute_service.proto"])
-        assert made == 0
-        sys.path.insert(0, folder.name)
-        cls.addClassCleanup(sys.path.remove, folder.name)
-        cls.pb = importlib.import_module("splitlearn.comm.compute_service_pb2")
-        cls.rpc = importlib.import_module("splitlearn.comm.compute_service_pb2_grpc")
+        cls.pb, cls.rpc = generated(cls, "splitlearn/comm/compute_service")
 
     @classmethod
     def serve(cls, model: str, *options: str, python: str = sys.executable) -> tuple[Server, str]:
@@ -232,31 +219,20 @@ class Computing(Case):
         }
         with self.client(self.address, **often) as stub:
             stream = stub.StreamMonitoring(self.pb.MonitoringStreamRequest(sampling_interval=5.0))
-            began = time.monotonic()
-            self.assertGreater(next(stream).snapshot.timestamp, 0)
-            self.assertLess(time.monotonic() - began, 4, "the first comes at once")
-            self.assertGreater(next(stream).snapshot.timestamp, 0)  # after 25 pings
+            for _ in range(2):  # at once, and after 25 pings
+                self.assertGreater(next(stream).snapshot.timestamp, 0)
             stream.cancel()
 
     def test_ten_clients(self) -> None:
-        failed: list[BaseException] = []
-
         def work(n: int) -> None:
-            try:
-                with self.client(self.address) as stub:
-                    for i in range(20):
-                        x = numpy.full((n + 1, 3), i, "float32")
-                        y, _ = self.compute(stub, x, TensorCodec())
-                        assert numpy.array_equal(x, y)
-            except BaseException as err:
-                failed.append(err)
+            with self.client(self.address) as stub:
+                for i in range(20):
+                    x = numpy.full((n + 1, 3), i, "float32")
+                    y, _ = self.compute(stub, x, TensorCodec())
+                    assert numpy.array_equal(x, y)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(10)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        self.assertEqual(failed, [])
+        with ThreadPoolExecutor(10) as pool:
+            list(pool.map(work, range(10)))
 
 
 class Training(Case):
@@ -360,24 +336,15 @@ class Training(Case):
             self.step(stub, TensorCodec(), one, one, "again")
 
     def test_ten_clients(self) -> None:
-        failed: list[BaseException] = []
-
         def work(n: int) -> None:
-            try:
-                with self.client(self.address) as stub:
-                    for i in range(5):
-                        x = numpy.full(2, i, "float32")
-                        _, g = self.step(stub, TensorCodec(), x, x + n, f"{n} {i}")
-                        assert g.tolist() == (2 * (x + n)).tolist()
-            except BaseException as err:
-                failed.append(err)
+            with self.client(self.address) as stub:
+                for i in range(5):
+                    x = numpy.full(2, i, "float32")
+                    _, g = self.step(stub, TensorCodec(), x, x + n, f"{n} {i}")
+                    assert g.tolist() == (2 * (x + n)).tolist()
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(10)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        self.assertEqual(failed, [])
+        with ThreadPoolExecutor(10) as pool:
+            list(pool.map(work, range(10)))
 
 
 class NotTraining(Case):
