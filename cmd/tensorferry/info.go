@@ -37,8 +37,8 @@ any data type. Rows says how many leading axes of a tensor are independent of ea
 other: a number, "all_but_last" or "all", always a string; "0" means that the model
 needs the whole tensor at once. An input with "whole": true must arrive completely
 before the first row is computed. Params lists what run --param accepts, with
-defaults. Where "idempotent" is true, run --retry may repeat a call that has begun. Where "training"
-is true, a client trains the model.`,
+defaults. Where "idempotent" is true, run --retry may repeat a call that has begun.
+Where "training" is true, a client trains the model.`,
 		Example: `  tensorferry models
   tensorferry models --json`,
 		Args: takes(0),

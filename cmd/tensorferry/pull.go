@@ -42,9 +42,9 @@ or not at all; a device or a pipe is written as the bytes arrive.
 
 Names in a .safetensors or .pt file do not include the folder that all NAMEs share: those
 of model/* lose model/. --prefix adds another prefix instead. A .safetensors file gets
-its metadata from model/__metadata__. A model that was pushed from several files becomes one file
-or, if --output is a new folder (ending in a slash) or an empty one, the same files
-again.`,
+its metadata from model/__metadata__. A model that was pushed from several files becomes
+one file or, if --output is a new folder (ending in a slash) or an empty one, the same
+files again.`,
 		Example: `  tensorferry pull x -o x.npy
   tensorferry pull model/ -o model.safetensors
   tensorferry pull llama/ -o models/llama/

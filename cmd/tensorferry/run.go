@@ -38,7 +38,8 @@ so a tensor may be larger than the memory of either side.
 Inputs and outputs are .npy files, or .safetensors or PyTorch files (.pt, .pth) if their
 names say so; an input FILE:name is one tensor of a .safetensors, .npz or .pt file. With
 --dtype and --shape, the input is raw bytes, and so is the output unless its name ends in
-.npy, .safetensors or .pt; --raw makes only the output raw. "-", the default, is stdin or stdout.
+.npy, .safetensors or .pt; --raw makes only the output raw. "-", the default, is stdin or
+stdout.
 An output file is written completely or not at all; a device or a pipe is written as
 the results arrive.
 

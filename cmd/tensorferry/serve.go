@@ -362,7 +362,8 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
-	for _, address := range []string{c.listen, c.metrics, c.kpu, c.splitlearn} {
+	addresses := append([]string{c.listen, c.metrics}, each(c.dropIns(), func(d dropIn) string { return d.address })...)
+	for _, address := range addresses {
 		if exposed(address) && (id == nil || id.Open()) {
 			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
 		}

@@ -8,8 +8,8 @@ import (
 )
 
 // Convert writes the elements of src, real numbers of type from, to dst as float32 or float16,
-// each rounded to the nearest. It borrows both; dst may begin where src does if its elements
-// are no wider.
+// each rounded to the nearest. It borrows both; dst may share the memory of src, from its start,
+// if its elements are not wider.
 func Convert(dst []byte, to tensor.DataType, src []byte, from tensor.DataType) {
 	number, width := numberOf(from), from.Bits()/8
 	switch from { // numbers that float64 does not hold are not to be rounded twice

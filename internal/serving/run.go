@@ -277,7 +277,7 @@ func (r *Run) end(err, lost error) error {
 	}
 	why := ExplainCall(err)
 	if why.Secret {
-		why.Text = fmt.Sprintf("%s (call %s)", why.Text, r.id) // who has no session is not told otherwise
+		why.Text = fmt.Sprintf("%s (call %s)", why.Text, r.id) // a caller without a session has no other way to learn it
 		r.core.Failures.Add(failures.Failure{At: time.Now(), Call: r.id, Principal: r.core.PrincipalOf(r.ctx), Model: r.model, Code: why.Code}, err)
 	}
 	r.core.callEnded(r.model, why.Code, time.Since(r.began))

@@ -12,8 +12,8 @@ type Layout struct {
 	tensor.Desc
 	// Strides are the distances of neighbors along each axis in elements, 0 or more.
 	Strides []int64
-	// Window is how many bytes there are from the tensor's first element to its last one,
-	// both included: what a Reader hands out. It is 0 if there are no elements.
+	// Window is the number of bytes from the tensor's first element to its last one, inclusive:
+	// what a Reader hands out. It is 0 for a tensor without elements.
 	Window int64
 }
 

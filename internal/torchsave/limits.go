@@ -25,7 +25,8 @@ const (
 	maxGlobal = 256
 	// maxRecordName is how many bytes the name of a record may have: a file's name and a few.
 	maxRecordName = 512
-	// maxRecordText is how many bytes a record may have that is no storage: torch writes 40.
+	// maxRecordText is the largest size of a record that is neither data.pkl nor a storage:
+	// torch writes 40 bytes.
 	maxRecordText = 64
 	// maxWide is how many bytes ZIP64's extra field has: two sizes and an offset.
 	maxWide = 4 + 3*8
