@@ -49,8 +49,8 @@ func New(l net.Listener, model string) server.Service {
 
 // find returns the ports of a model.
 func (s *service) find(name string) (p ports, err error) {
-	found := false
-	p.Info, found = s.models.Info(name)
+	info, found := s.models.Info(name)
+	p.Info = info
 	_, p.trains = s.models.Info(name + "/train")
 	p.past, p.data = layers(p.Inputs, "past")
 	p.present, p.result = layers(p.Outputs, "present")
