@@ -6,6 +6,7 @@ import (
 	"errors"
 	"math"
 	"net"
+	"runtime"
 	"slices"
 	"time"
 
@@ -262,6 +263,7 @@ func (s *Server) endpoint(svc Service) *endpoint {
 			Time: cfg.Keepalive, Timeout: cfg.KeepaliveTimeout, MaxConnectionIdle: time.Duration(s.cfg.Session.SessionIdle),
 		}),
 		grpc.InTapHandle(e.admit),
+		grpc.NumStreamWorkers(uint32(runtime.GOMAXPROCS(0))), // whose stacks have grown: a new goroutine's grows in each RPC
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: cfg.KeepaliveMin, PermitWithoutStream: true}),
 	)
 	creds := cfg.Credentials

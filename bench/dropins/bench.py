@@ -89,12 +89,13 @@ def measure(options: argparse.Namespace, folder: str) -> None:
         print(f"{'':36} {'tensorferry':>16} {'Python server':>16}   ratio")
         for work, who, size, wanted in WORKS:
             count = 1 if size == BIG else options.calls
-            took: dict[str, list[float]] = {"ours": [], "theirs": []}
+            took: dict[str, list[float]] = {"ours": [], "theirs": [], "own": []}
             for i in range(-1, options.rounds):  # the first is to get warm
                 for name, at in (("ours", ours), ("theirs", theirs))[:: 1 if i % 2 else -1]:
                     said = json.loads(clients[who].ask(work, at[work.split("_")[0]], size, count))
                     if i >= 0:
                         took[name].append(statistics.median(said["seconds"]))
+                        took["own"].append(said.get("own", 0))
             line(work, who, size, took, wanted)
         rows = ferry("relu")
         first = [
@@ -117,7 +118,9 @@ def line(work: str, who: str, size: int, took: dict[str, list[float]], wanted: f
         figures = [f"{statistics.median(took[n]) * 1e6:.0f} µs" for n in ("ours", "theirs")]
         ratio = middle([a / b for a, b in zip(took["ours"], took["theirs"])])
     goal = "" if wanted is None else f", wanted {'at least' if big else 'at most'} {wanted}"
-    print(f"{title:36} {figures[0]:>16} {figures[1]:>16}   {ratio[0]:.2f} ± {ratio[1]:.2f}{goal}")
+    own = statistics.median(took["own"])
+    cpu = f", client's CPU {own * 1e6:.0f} µs" if own and not big else ""
+    print(f"{title:36} {figures[0]:>16} {figures[1]:>16}   {ratio[0]:.2f} ± {ratio[1]:.2f}{goal}{cpu}")
 
 
 def main() -> None:

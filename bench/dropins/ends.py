@@ -66,9 +66,13 @@ async def tensors(stream):
 
 
 class Kpu(kpu_grpc.ServiceServicer):
+    def __init__(self):
+        self.received = {}  # for the server's life, as the contract says
+
     async def ReceiveTensors(self, stream, context):
-        kept = {name: tensor async for name, tensor in tensors(stream)}
-        return kpu.TensorResponse(success=True, received_tensor_ids=list(kept))
+        came = {name: tensor async for name, tensor in tensors(stream)}
+        self.received.update(came)
+        return kpu.TensorResponse(success=True, received_tensor_ids=list(came))
 
     async def StreamTensors(self, stream, context):
         async for name, tensor in tensors(stream):
@@ -133,12 +137,12 @@ async def client():
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         what, address, size, count = line.split()
         x = torch.rand(int(size) // 4)
-        took = []
+        took, own = [], time.process_time()
         for _ in range(int(count)):
             begin = time.perf_counter()
             await getattr(c, what)(address, x)
             took.append(time.perf_counter() - begin)
-        print(json.dumps({"seconds": took}), flush=True)
+        print(json.dumps({"seconds": took, "own": (time.process_time() - own) / len(took)}), flush=True)
 
 
 asyncio.run({"server": serve, "client": client}[sys.argv[1]]())

@@ -29,9 +29,8 @@ const (
 type limits struct {
 	open   int           // tensors that are incomplete, or whose result is not sent: state of each
 	chunks int64         // of the incomplete tensors, 40 bytes each; and of a tensor that is sent: 16 GiB
-	held   int64         // bytes of chunks out of order, of strided tensors, and of results
 	unread time.Duration // how long a result waits for its client to read some of it
 	silent time.Duration // how long an incomplete tensor waits for a chunk of any: 4 MiB at 35 KB/s
 }
 
-var defaults = limits{open: 16, chunks: 16 << 10, held: 512 << 20, unread: time.Minute, silent: 2 * time.Minute}
+var defaults = limits{open: 16, chunks: 16 << 10, unread: time.Minute, silent: 2 * time.Minute}

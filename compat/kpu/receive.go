@@ -5,7 +5,6 @@ import (
 	"errors"
 	"hash/maphash"
 	"io"
-	"sync/atomic"
 	"time"
 
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
@@ -22,15 +21,13 @@ type sink struct {
 	end   func(err error) error // once, with nil if all has come; returns what the client is told
 }
 
-// receiver reassembles the tensors of an RPC. It belongs to one goroutine, except for hold and
-// drop.
+// receiver reassembles the tensors of an RPC. It belongs to one goroutine.
 type receiver struct {
 	*service
 	fail   context.CancelCauseFunc // ends the RPC
 	begin  func(id string) sink
 	open   map[string]*incoming
-	chunks int64        // of the open tensors
-	held   atomic.Int64 // bytes
+	chunks int64 // of the open tensors
 }
 
 // incoming is a tensor that has not come whole.
@@ -47,24 +44,6 @@ type incoming struct {
 
 func (s *service) receiver(fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
 	return &receiver{service: s, fail: fail, begin: begin, open: make(map[string]*incoming)}
-}
-
-// hold returns memory of n bytes, which drop frees.
-func (r *receiver) hold(n int64) (server.Buffer, error) {
-	if held := r.held.Add(n); held > r.most.held {
-		r.held.Add(-n)
-		return server.Buffer{}, frame.Errorf(frame.ResourceExhausted, "one RPC may hold %d bytes of chunks out of order, strided tensors and results; %d more are needed", r.most.held, n)
-	}
-	b, err := r.models.Buffer(n)
-	if err != nil {
-		r.held.Add(-n)
-	}
-	return b, err
-}
-
-func (r *receiver) drop(b server.Buffer) {
-	r.held.Add(-int64(len(b.Bytes())))
-	b.Free()
 }
 
 // receive receives until the client has nothing more to send, and then drops incomplete tensors.
@@ -99,10 +78,10 @@ func (r *receiver) end(id string, t *incoming, err error) error {
 	delete(r.open, id)
 	r.chunks -= int64(t.total)
 	for _, b := range t.early {
-		r.drop(b)
+		b.Free()
 	}
 	if t.window.Slab != nil {
-		r.drop(t.window)
+		t.window.Free()
 	}
 	return t.sink.end(err)
 }
@@ -133,7 +112,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 	}
 	t.sums[n] = sum
 	if n > t.next {
-		b, err := r.hold(int64(len(c.GetData())))
+		b, err := r.models.Buffer(int64(len(c.GetData())))
 		if err == nil {
 			copy(b.Bytes(), c.GetData())
 			t.early[n] = b
@@ -145,7 +124,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 		b := t.early[t.next]
 		delete(t.early, t.next)
 		err = r.read(t, b.Bytes())
-		r.drop(b)
+		b.Free()
 	}
 	if err == nil && t.next == t.total {
 		return r.end(id, t, r.finish(t))
@@ -166,7 +145,7 @@ func (r *receiver) read(t *incoming, p []byte) error {
 			if t.known = true; l.Dense() {
 				err = t.open(l.Desc)
 			} else {
-				t.window, err = r.hold(l.Window)
+				t.window, err = r.models.Buffer(l.Window)
 			}
 		}
 		if err == nil && t.window.Slab != nil {
@@ -191,11 +170,11 @@ func (r *receiver) finish(t *incoming) error {
 	if err != nil {
 		return err
 	}
-	b, err := r.hold(min(size, chunkBytes))
+	b, err := r.models.Buffer(min(size, chunkBytes))
 	if err != nil {
 		return err
 	}
-	defer r.drop(b)
+	defer b.Free()
 	err = t.open(l.Desc)
 	for at := int64(0); err == nil && at < size; at += chunkBytes {
 		part := b.Bytes()[:min(size-at, chunkBytes)]

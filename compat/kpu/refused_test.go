@@ -186,7 +186,7 @@ func TestIDsAreAnyText(t *testing.T) {
 func TestAnRPCIsUnderLimits(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(f *fixture) {
-		f.most = limits{open: 3, chunks: 40, held: 12 * mib, unread: time.Hour, silent: time.Hour}
+		f.memory, f.most = 24*mib, limits{open: 3, chunks: 40, unread: time.Hour, silent: time.Hour}
 	})
 	first := func(id string) *pb.TensorChunk { return chunksOf(id, fileOf(t, floats(t, 700_000)), mib)[0] }
 	f.fails(t, codes.ResourceExhausted, "3 incomplete tensors", first("a"), first("b"), first("c"), first("d"))
@@ -195,7 +195,7 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	f.fails(t, codes.ResourceExhausted, "40 chunks together", wide[0], &pb.TensorChunk{TensorId: "b", TotalChunks: 20})
 	late := chunksOf("a", fileOf(t, floats(t, 14*mib/4)), mib)
 	slices.Reverse(late)
-	f.fails(t, codes.ResourceExhausted, "one RPC may hold", late...)
+	f.fails(t, codes.ResourceExhausted, "half of memory_bytes", late...)
 	got, err := f.exchanged(t, chunksOf("a", fileOf(t, floats(t, 14*mib/4)), mib)...)
 	require.NoError(t, err, "in order nothing is held but the result")
 	require.Len(t, got, 1)

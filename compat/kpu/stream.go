@@ -95,7 +95,7 @@ func (t *running) open(d tensor.Desc) error {
 	size, err := d.Bytes()
 	if err == nil {
 		size = min(max(size+ringExtra, ringLeast), ringBytes)
-		t.ring, err = t.hold(size - size%min(size, chunkBytes)) // whole chunks
+		t.ring, err = t.models.Buffer(size - size%min(size, chunkBytes)) // whole chunks
 	}
 	if err != nil {
 		<-t.places
@@ -106,7 +106,7 @@ func (t *running) open(d tensor.Desc) error {
 		err = run.End(frame.Errorf(frame.FailedPrecondition, "model %q has %d outputs; the service needs a model with one", t.model, len(run.Info().Outputs)))
 	}
 	if err != nil {
-		t.drop(t.ring)
+		t.ring.Free()
 		<-t.places
 		return err
 	}
@@ -153,7 +153,7 @@ func (t *running) result() {
 		t.fail(err)
 	}
 	t.stop(nil)
-	t.drop(t.ring)
+	t.ring.Free()
 	<-t.places
 	t.live.Delete(t.id)
 	close(t.over)

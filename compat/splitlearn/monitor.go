@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/prometheus/procfs"
 	"google.golang.org/grpc"
 
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
@@ -21,7 +22,7 @@ type monitor struct {
 	look sync.Mutex // guards all below
 	last *pb.MonitoringSnapshot
 	at   time.Time
-	cpu  proc.Times // at that time
+	cpu  procfs.CPUStat // seconds of all CPUs, at that time
 }
 
 // snapshot returns what is used now, or was a moment ago. It is shared, read-only.
@@ -36,14 +37,20 @@ func (m *monitor) snapshot(models *server.Models) *pb.MonitoringSnapshot {
 		Timestamp:    float64(now.UnixMicro()) / 1e6,
 		GpuAvailable: slices.ContainsFunc(models.Infos(), func(i engine.Info) bool { return strings.HasPrefix(i.Device, "cuda") }),
 	}
-	if cpu, err := proc.Machine(); err == nil {
-		m.last.CpuPercent = float32(100 * (cpu.Busy - m.cpu.Busy) / max(1, cpu.Total-m.cpu.Total))
-		m.cpu = cpu
+	system, err := procfs.NewDefaultFS()
+	if err != nil {
+		return m.last
+	}
+	if stat, err := system.Stat(); err == nil {
+		cpu, was := stat.CPUTotal, m.cpu
+		busy := cpu.User + cpu.Nice + cpu.System + cpu.IRQ + cpu.SoftIRQ + cpu.Steal - (was.User + was.Nice + was.System + was.IRQ + was.SoftIRQ + was.Steal)
+		idle := cpu.Idle + cpu.Iowait - (was.Idle + was.Iowait)
+		m.last.CpuPercent, m.cpu = float32(100*busy/max(1e-9, busy+idle)), cpu
 	}
 	if r, err := proc.ResidentOf(os.Getpid()); err == nil {
 		m.last.MemoryMb = float32(r.Own+r.Mapped) / (1 << 20)
-		if n, err := proc.Memory(); err == nil {
-			m.last.MemoryPercent = 100 * float32(r.Own+r.Mapped) / float32(n)
+		if all, err := system.Meminfo(); err == nil && all.MemTotalBytes != nil {
+			m.last.MemoryPercent = 100 * float32(r.Own+r.Mapped) / float32(*all.MemTotalBytes)
 		}
 	}
 	return m.last

@@ -206,7 +206,12 @@ var rules = []struct {
 		"errors become a gRPC status in one file",
 	},
 	{
-		"github.com/prometheus/...",
+		"github.com/prometheus/procfs",
+		[]string{"compat/splitlearn", "internal/proc"},
+		"the system is asked by few",
+	},
+	{
+		"github.com/prometheus/client_golang/...",
 		[]string{"internal/metrics", "internal/stress", "server"},
 		"every metric is declared in one package; a server counts, and says where it registers; a load reads them",
 	},
@@ -214,11 +219,6 @@ var rules = []struct {
 		"github.com/grpc-ecosystem/...",
 		[]string{"server/intercept.go"},
 		"what every RPC goes through is in one file",
-	},
-	{
-		"github.com/knadh/...",
-		[]string{"cmd/..."},
-		"a library is configured by the structs of its edges",
 	},
 	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
