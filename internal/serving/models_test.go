@@ -71,6 +71,28 @@ func TestAModelThatPanicsFailsItsCallAlone(t *testing.T) {
 	})
 }
 
+// opener is a model that panics before it has a run.
+type opener struct{ engine.Model }
+
+func (opener) Open(context.Context, engine.Call) (engine.Run, error) { panic("no such luck") }
+
+func TestAModelThatPanicsWhenItIsOpenedFailsItsCallAlone(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		require.NoError(t, f.models.Add(opener{f.named(t, "panics")}))
+		p := f.session(t)
+		o := small("panics")
+		p.open(o)
+		done := p.done(o)
+		require.Equal(t, frame.Internal, done.Code)
+		require.Contains(t, done.Message, "panicked")
+		require.NotContains(t, done.Message, "no such luck", "the value of a panic is for logs")
+		f.isIdleSoon(t)
+		p.good()
+	})
+}
+
 func TestAFailureAmidTheTensorIsReportedOnceAndTheSessionLivesOn(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {

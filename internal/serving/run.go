@@ -340,11 +340,12 @@ func offered(in []Tensor, most int64) ([]engine.Input, error) {
 
 // run opens a run. If that has to wait for memory for too long, it calls cancel, which must
 // cancel ctx.
-func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (engine.Run, error) {
+func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (_ engine.Run, err error) {
 	patience := time.AfterFunc(c.MemoryWait, func() {
 		cancel(fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait))
 	})
 	defer patience.Stop()
+	defer engine.Recovered(m.Info().Name, &err)
 	return m.Open(ctx, call)
 }
 
