@@ -324,9 +324,10 @@ func TestALayerThatADeviceHasNotIsRefusedByItsName(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(mib))
 	refused := []string{"layernorm", "rmsnorm", "softmax"}
+	later := []string{"attention", "embedding", "gated", "positions"}
 	for _, kind := range stack.Kinds() { // every other one is tested
 		has := slices.ContainsFunc(mlp(t).Steps, func(s stack.Step) bool { return s.Kind == kind })
-		require.NotEqual(t, slices.Contains(refused, kind), has, kind)
+		require.NotEqual(t, slices.Contains(refused, kind) || slices.Contains(later, kind), has, kind)
 	}
 	for _, kind := range refused {
 		m, err := stack.New(stack.Spec{Name: "odd", Width: 3, Layers: []stack.Layer{{Kind: "relu"}, {Kind: kind}}}, nil)

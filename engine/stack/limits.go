@@ -7,6 +7,9 @@ const (
 	maxLayers = 4096
 	// maxResiduals bounds how deep residuals may nest; each costs a tile per worker.
 	maxResiduals = 16
+	// maxPositions bounds an item: attention over 8192 positions of width 1024 takes a core about 15 s
+	// a layer, and what lies between two layers 128 times the memory of a tile.
+	maxPositions = 1 << 13
 	// maxSpecBytes bounds model.json: 4096 layers of 256 bytes.
 	maxSpecBytes = 1 << 20
 )

@@ -21,10 +21,16 @@ import (
 
 // Spec is a stack model, as model.json has it: layers, one after the other.
 type Spec struct {
+	// Format is 1, or 0 for it, or 2: with that there are the kinds of a transformer, and Mask.
+	Format  int    `json:"format,omitempty"`
 	Name    string `json:"name"`
 	Version string `json:"version"`
 	// Width is the last axis of the input. Zero: what the first layer with a weight takes.
-	Width  int64   `json:"width,omitempty"`
+	Width int64 `json:"width,omitempty"`
+	// Mask: a second input, bool or uint8 of [items positions], says which positions the others
+	// attend to: 1 is to be seen, 0 is padding, as in the attention_mask of Hugging Face and the
+	// opposite of torch's key_padding_mask.
+	Mask   bool    `json:"mask,omitempty"`
 	Layers []Layer `json:"layers"`
 }
 
@@ -42,6 +48,18 @@ type Layer struct {
 	//	residual   Op "start" remembers x, Op "add" adds what was remembered last
 	//	scale      Factor · x
 	//	softmax    over the last axis
+	//
+	// and in format 2, where the first three make x [items positions width], also
+	//
+	//	embedding  only first: x is int32 or int64 of [items positions], each the row of the
+	//	           weight, of shape [vocabulary width], that takes its place; y has the weight's data type
+	//	positions  adds row i of the weight, of shape [most width], to position i of each item
+	//	attention  of each position to all of its item, or with Causal to those up to itself, in
+	//	           Heads parts of the width, as torch.nn.MultiheadAttention keeps and computes it:
+	//	           weight and bias are its in_proj, of shape [3·width width] and [3·width], out_weight
+	//	           and out_bias its out_proj; biases may be absent. Where the mask leaves a
+	//	           position nothing, zeros go into out_proj
+	//	gated      of x in two halves, Activation(first) · second: half the width
 	Kind        string   `json:"kind"`
 	Weight      string   `json:"weight,omitempty"`
 	Bias        string   `json:"bias,omitempty"`
@@ -49,6 +67,11 @@ type Layer struct {
 	Eps         *float64 `json:"eps,omitempty"`         // layernorm (absent: 1e-5), rmsnorm (1e-6)
 	Op          string   `json:"op,omitempty"`          // residual
 	Factor      *float64 `json:"factor,omitempty"`      // scale
+	Heads       int      `json:"heads,omitempty"`       // attention, as are the next three
+	Causal      bool     `json:"causal,omitempty"`
+	OutWeight   string   `json:"out_weight,omitempty"`
+	OutBias     string   `json:"out_bias,omitempty"`
+	Activation  string   `json:"activation,omitempty"` // gated: relu, gelu, gelu_tanh, silu or sigmoid
 }
 
 // The files of a stack model's folder.

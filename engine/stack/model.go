@@ -1,6 +1,7 @@
 package stack
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -16,66 +17,148 @@ import (
 // Model is a stack model whose layers fit together.
 type Model struct {
 	Name, Version string
-	In, Out       int // widths of x and y
+	In, Out       int // widths of x, or of its embedding, and y
 	Widest        int // of x between two layers
 	Residuals     int // how many are open at a time
 	Parameters    int64
 	Steps         []Step
+	// Items: rows are items of [positions width], which know of each other; else positions are rows.
+	Items      bool
+	Mask       bool       // a second input is the mask of Spec
+	Vocabulary Vocabulary // of the embedding that is the first step; 0: there is none
+	layers     int        // of the Spec: attention is three steps
+	positions  int        // the most that an item has
 }
 
-// Step is one layer, checked, with what its kind needs.
+// Step is one layer, checked, with what its kind needs. A layer of attention is three: linear
+// to 3·width, which are the queries, keys and values, each of all heads; attention from these to
+// width; and linear.
 type Step struct {
 	Kind         string // as in Layer
 	In, Out      int    // widths
 	Weight, Bias []float32
+	DType        tensor.DataType // linear, embedding, positions: of the tensor that Weight is from
 	Eps          float64
 	Factor       float32
 	Tanh         bool // gelu: approximated
 	Add          bool // residual: add, not start
+	Heads        int  // attention
+	Causal       bool
+	Activation   string // gated
 }
 
-// Info is what engines say of m: x of [… In] to y of [… Out], rows are all axes but the last.
+// Info is what engines say of m: x of [… In] to y of [… Out], rows are all axes but the last, or
+// the first where m is of Items.
 func (m *Model) Info() engine.Info {
-	port := func(name string, width int) []engine.Port {
-		return []engine.Port{{Name: name, DTypes: DTypes, Shape: []int64{engine.AnyAxes, int64(width)}}}
+	port := func(name string, dtypes []tensor.DataType, shape ...int64) engine.Port {
+		return engine.Port{Name: name, DTypes: dtypes, Shape: shape}
 	}
-	return engine.Info{
-		Name: m.Name, Version: m.Version, Rows: engine.AllButLast, Idempotent: true, Inputs: port("x", m.In), Outputs: port("y", m.Out),
-		About: map[string]string{"layers": strconv.Itoa(len(m.Steps)), "parameters": strconv.FormatInt(m.Parameters, 10)},
+	i := engine.Info{
+		Name: m.Name, Version: m.Version, Rows: engine.AllButLast, Idempotent: true,
+		Inputs:  []engine.Port{port("x", DTypes, engine.AnyAxes, int64(m.In))},
+		Outputs: []engine.Port{port("y", DTypes, engine.AnyAxes, int64(m.Out))},
+		About:   map[string]string{"layers": strconv.Itoa(m.layers), "parameters": strconv.FormatInt(m.Parameters, 10)},
 	}
+	if m.Items {
+		i.Rows = 1
+		i.Inputs[0].Shape = []int64{engine.Free, engine.Free, int64(m.In)}
+		i.Outputs[0].Shape = []int64{engine.Free, engine.Free, int64(m.Out)}
+		i.About["positions"] = strconv.Itoa(m.positions)
+	}
+	if m.Vocabulary > 0 {
+		i.Inputs[0] = port("x", []tensor.DataType{tensor.Int32, tensor.Int64}, engine.Free, engine.Free)
+		i.Outputs[0].DTypes = []tensor.DataType{m.Steps[0].DType}
+		i.About["vocabulary"] = strconv.Itoa(int(m.Vocabulary))
+	}
+	if m.Mask {
+		i.Inputs = append(i.Inputs, port("mask", []tensor.DataType{tensor.Bool, tensor.Uint8}, engine.Free, engine.Free))
+	}
+	return i
 }
 
-// kind is what layers of one kind have besides it, and what checks one: it fills in
-// the step and, if that is another, its width.
+// Bind describes y for a call that fits Info, and how many positions an item has: 1 where m is not of
+// Items. It refuses what ports cannot tell, as an *engine.InputError.
+func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
+	x := c.Inputs[0].Desc
+	y = x.Clone()
+	if m.Vocabulary > 0 {
+		y.DType, y.Shape = m.Steps[0].DType, append(y.Shape, 0)
+	}
+	y.Shape[len(y.Shape)-1] = int64(m.Out)
+	if !m.Items {
+		return y, 1, nil
+	}
+	if n := x.Shape[1]; n > int64(m.positions) {
+		return y, 0, &engine.InputError{Model: m.Name, Port: "x", Want: fmt.Sprintf("at most %d positions", m.positions), Got: strconv.FormatInt(n, 10)}
+	}
+	if m.Mask && c.Inputs[1].Desc.Shape[1] != x.Shape[1] {
+		return y, 0, &engine.InputError{Model: m.Name, Port: "mask", Want: fmt.Sprintf("%d positions, as x has", x.Shape[1]), Got: c.Inputs[1].Desc.String()}
+	}
+	return y, int(x.Shape[1]), nil
+}
+
+// Vocabulary is how many ids an embedding knows.
+type Vocabulary int
+
+// IDs passes the ids in data, which it borrows, to each, in order: those of items of x, from row on. The
+// first that is outside the vocabulary ends it, with an engine.PublicError that names it and its place.
+func (v Vocabulary) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int)) error {
+	size, positions := x.DType.Bits()/8, int(x.Shape[1])
+	for i := range len(data) / size {
+		var id int64
+		if size == 4 {
+			id = int64(int32(binary.LittleEndian.Uint32(data[4*i:])))
+		} else {
+			id = int64(binary.LittleEndian.Uint64(data[8*i:]))
+		}
+		if id < 0 || id >= int64(v) {
+			return engine.Publicf("item %d, position %d: id %d is not in the vocabulary of %d", row+int64(i/positions), i%positions, id, v)
+		}
+		each(i, int(id))
+	}
+	return nil
+}
+
+// kind is what layers of one kind have besides it, what checks one (it fills in the step and, if
+// that is another, its width), and the first format that has it.
 type kind struct {
 	fields []string
 	check  func(*builder, Layer, *Step) error
+	format int
 }
 
 var kinds = map[string]kind{
-	"linear":    {[]string{"weight", "bias"}, (*builder).linear},
-	"relu":      {},
-	"gelu":      {[]string{"approximate"}, (*builder).gelu},
-	"silu":      {},
-	"layernorm": {[]string{"weight", "bias", "eps"}, (*builder).norm},
-	"rmsnorm":   {[]string{"weight", "eps"}, (*builder).norm},
-	"residual":  {[]string{"op"}, (*builder).residual},
-	"scale":     {[]string{"factor"}, (*builder).scale},
-	"softmax":   {},
+	"linear":    {[]string{"weight", "bias"}, (*builder).linear, 1},
+	"relu":      {nil, nil, 1},
+	"gelu":      {[]string{"approximate"}, (*builder).gelu, 1},
+	"silu":      {nil, nil, 1},
+	"layernorm": {[]string{"weight", "bias", "eps"}, (*builder).norm, 1},
+	"rmsnorm":   {[]string{"weight", "eps"}, (*builder).norm, 1},
+	"residual":  {[]string{"op"}, (*builder).residual, 1},
+	"scale":     {[]string{"factor"}, (*builder).scale, 1},
+	"softmax":   {nil, nil, 1},
+	"embedding": {[]string{"weight"}, (*builder).embedding, 2},
+	"positions": {[]string{"weight"}, (*builder).table, 2},
+	"attention": {[]string{"weight", "bias", "out_weight", "out_bias", "heads", "causal"}, (*builder).attention, 2},
+	"gated":     {[]string{"activation"}, (*builder).gated, 2},
 }
 
 // Kinds returns the kinds of layers that there are, sorted.
 func Kinds() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// checkFields refuses a kind that there is not, and a field that the kind has not.
-func (l Layer) checkFields() error {
+// checkFields refuses a kind that a format has not, and a field that the kind has not.
+func (l Layer) checkFields(format int) error {
 	k, ok := kinds[l.Kind]
 	if !ok {
 		return fmt.Errorf("no kind %q; known are %s", l.Kind, strings.Join(Kinds(), ", "))
 	}
+	if k.format > format {
+		return fmt.Errorf("%s needs format %d; set \"format\": %d", l.Kind, k.format, k.format)
+	}
 	given := map[string]bool{
 		"weight": l.Weight != "", "bias": l.Bias != "", "approximate": l.Approximate != "",
-		"eps": l.Eps != nil, "op": l.Op != "", "factor": l.Factor != nil,
+		"eps": l.Eps != nil, "op": l.Op != "", "factor": l.Factor != nil, "activation": l.Activation != "",
+		"heads": l.Heads != 0, "causal": l.Causal, "out_weight": l.OutWeight != "", "out_bias": l.OutBias != "",
 	}
 	for _, f := range slices.Sorted(maps.Keys(given)) {
 		if given[f] && !slices.Contains(k.fields, f) {
@@ -93,7 +176,7 @@ type builder struct {
 }
 
 func build(s Spec, weight func(string) (tensor.Tensor, error)) (*Model, error) {
-	b := builder{Model: &Model{Name: s.Name, Version: s.Version}, weight: weight}
+	b := builder{Model: &Model{Name: s.Name, Version: s.Version, Mask: s.Mask, layers: len(s.Layers), positions: maxPositions}, weight: weight}
 	if err := b.build(s); err != nil {
 		return nil, fmt.Errorf("stack: model %q: %w: %w", s.Name, engine.ErrInfo, err)
 	}
@@ -101,11 +184,18 @@ func build(s Spec, weight func(string) (tensor.Tensor, error)) (*Model, error) {
 }
 
 func (b *builder) build(s Spec) (err error) {
+	format := max(s.Format, 1) // absent in files from before there was a second
+	if s.Format < 0 || format > 2 {
+		return fmt.Errorf("format is %d; wanted 1 or 2", s.Format)
+	}
+	if s.Mask && format < 2 {
+		return errors.New("mask needs format 2; set \"format\": 2")
+	}
 	if len(s.Layers) == 0 || len(s.Layers) > maxLayers {
 		return fmt.Errorf("%d layers; wanted 1 to %d", len(s.Layers), maxLayers)
 	}
 	for i, l := range s.Layers {
-		if err := l.checkFields(); err != nil {
+		if err := l.checkFields(format); err != nil {
 			return fmt.Errorf("layer %d: %w", i, err)
 		}
 	}
@@ -130,6 +220,9 @@ func (b *builder) build(s Spec) (err error) {
 	}
 	if len(b.kept) > 0 {
 		return fmt.Errorf("%d residuals are started and never added", len(b.kept))
+	}
+	if s.Mask && !slices.ContainsFunc(b.Steps, func(s Step) bool { return s.Kind == "attention" }) {
+		return errors.New("has a mask, and no attention that minds it")
 	}
 	return nil
 }
@@ -195,25 +288,80 @@ func (b *builder) load(name string, absent float32, shape ...int) ([]float32, er
 	return data, nil
 }
 
-func (b *builder) linear(l Layer, s *Step) error {
-	if l.Weight == "" {
-		return errors.New("needs a weight")
+// matrix loads a weight of a step, of as many columns as that is wide, and returns its rows.
+func (b *builder) matrix(name, rows string, s *Step) (n int, err error) {
+	if name == "" {
+		return 0, errors.New("needs a weight")
 	}
-	t, err := b.weight(l.Weight)
+	t, err := b.weight(name)
 	if err != nil {
+		return 0, err
+	}
+	if len(t.Shape) != 2 || t.Shape[1] != int64(s.In) || t.Shape[0] < 1 {
+		return 0, fmt.Errorf("tensor %q: wanted shape [%s %d], got %v", name, rows, s.In, t.Desc)
+	}
+	n, s.DType = int(t.Shape[0]), t.DType
+	s.Weight, err = b.load(name, 0, n, s.In)
+	return n, err
+}
+
+func (b *builder) linear(l Layer, s *Step) (err error) {
+	if s.Out, err = b.matrix(l.Weight, "out", s); err != nil {
 		return err
 	}
-	if len(t.Shape) != 2 || t.Shape[1] != int64(s.In) {
-		return fmt.Errorf("tensor %q: wanted shape [out %d], got %v", l.Weight, s.In, t.Desc)
-	}
-	if s.Out, err = b.fit(t.Shape[0]); err != nil {
-		return err
-	}
-	if s.Weight, err = b.load(l.Weight, 0, s.Out, s.In); err != nil {
+	if _, err = b.fit(int64(s.Out)); err != nil {
 		return err
 	}
 	s.Bias, err = b.load(l.Bias, 0, s.Out)
 	return err
+}
+
+func (b *builder) embedding(l Layer, s *Step) error {
+	if len(b.Steps) > 0 {
+		return errors.New("is only ever the first layer")
+	}
+	n, err := b.matrix(l.Weight, "vocabulary", s)
+	b.Vocabulary, b.Items = Vocabulary(n), true
+	return err
+}
+
+func (b *builder) table(l Layer, s *Step) error {
+	n, err := b.matrix(l.Weight, "positions", s)
+	b.positions, b.Items = min(b.positions, n), true
+	return err
+}
+
+func (b *builder) attention(l Layer, s *Step) error {
+	if l.Heads < 1 || s.In%l.Heads != 0 {
+		return fmt.Errorf("%d heads do not divide a width of %d", l.Heads, s.In)
+	}
+	in, core := *s, Step{Kind: l.Kind, In: 3 * s.In, Out: s.In, Heads: l.Heads, Causal: l.Causal}
+	in.Kind, s.Kind, b.Items = "linear", "linear", true
+	if err := b.linear(Layer{Weight: l.Weight, Bias: l.Bias}, &in); err != nil {
+		return err
+	}
+	if err := b.linear(Layer{Weight: l.OutWeight, Bias: l.OutBias}, s); err != nil {
+		return fmt.Errorf("out_weight: %w", err)
+	}
+	if in.Out != core.In || s.Out != s.In {
+		return fmt.Errorf("tensors %q and %q: wanted %d and %d rows, got %d and %d", l.Weight, l.OutWeight, core.In, s.In, in.Out, s.Out)
+	}
+	b.Steps = append(b.Steps, in, core)
+	return nil
+}
+
+// activations are those of gated layers.
+var activations = []string{"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}
+
+func (b *builder) gated(l Layer, s *Step) error {
+	if s.In%2 != 0 {
+		return fmt.Errorf("a width of %d has no halves", s.In)
+	}
+	if !slices.Contains(activations, l.Activation) {
+		return fmt.Errorf("activation is %q; wanted one of %s", l.Activation, strings.Join(activations, ", "))
+	}
+	s.Out, s.Activation = s.In/2, l.Activation
+	return nil
 }
 
 func (b *builder) gelu(l Layer, s *Step) error {
