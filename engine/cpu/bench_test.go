@@ -38,7 +38,7 @@ func BenchmarkLinear(b *testing.B) {
 			}
 			b.ReportAllocs()
 			for b.Loop() {
-				layers[0](&t)
+				layers[0](b.Context(), &t)
 				for i := range t.x {
 					t.x[i] = 1
 				}

@@ -1,6 +1,7 @@
 package cpu
 
 import (
+	"context"
 	"math"
 
 	"gonum.org/v1/gonum/blas"
@@ -12,14 +13,29 @@ import (
 // kernels make what computes a step of each kind.
 var kernels = map[string]func(*stack.Step) kernel{
 	"linear":    linear,
-	"relu":      elementwise(func(x float32) float32 { return max(x, 0) }),
+	"relu":      elementwise(activations["relu"]),
 	"gelu":      gelu,
-	"silu":      elementwise(func(x float32) float32 { return float32(float64(x) / (1 + math.Exp(-float64(x)))) }),
+	"silu":      elementwise(activations["silu"]),
 	"layernorm": norm,
 	"rmsnorm":   norm,
 	"residual":  residual,
 	"scale":     scale,
 	"softmax":   func(*stack.Step) kernel { return perRow(softmax) },
+	"positions": positions,
+	"attention": attention,
+	"gated":     gated,
+}
+
+// activations are computed in float64 and rounded once.
+var activations = map[string]func(float32) float32{
+	"relu": func(x float32) float32 { return max(x, 0) },
+	"gelu": func(x float32) float32 { return float32(float64(x) * math.Erfc(-float64(x)/math.Sqrt2) / 2) },
+	"gelu_tanh": func(v float32) float32 {
+		x := float64(v)
+		return float32(x / (1 + math.Exp(-2*math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x))))
+	},
+	"silu":    func(x float32) float32 { return float32(float64(x) / (1 + math.Exp(-float64(x)))) },
+	"sigmoid": func(x float32) float32 { return float32(1 / (1 + math.Exp(-float64(x)))) },
 }
 
 // linear is x·Wᵀ + bias. gonum takes different paths through x·Wᵀ for small and
@@ -39,17 +55,20 @@ func linear(s *stack.Step) kernel {
 			}
 		}
 	}
-	return func(t *tile) {
+	return func(ctx context.Context, t *tile) {
 		for r := range t.rows {
 			copy(t.y[r*out:], bias)
 		}
-		for left := 0; left < out; left += panelWidth {
-			n := min(panelWidth, out-left)
-			panel := panels[left*in:][:n*in]
-			for top := 0; top < in; top += panelDepth {
-				k := min(panelDepth, in-top)
-				gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, t.rows, n, k,
-					1, t.x[top:], in, panel[top*n:], n, 1, t.y[left:], out)
+		for first := 0; first < t.rows && ctx.Err() == nil; first += tileRows {
+			rows, x, y := min(tileRows, t.rows-first), t.x[first*in:], t.y[first*out:]
+			for left := 0; left < out; left += panelWidth {
+				n := min(panelWidth, out-left)
+				panel := panels[left*in:][:n*in]
+				for top := 0; top < in; top += panelDepth {
+					k := min(panelDepth, in-top)
+					gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, rows, n, k,
+						1, x[top:], in, panel[top*n:], n, 1, y[left:], out)
+				}
 			}
 		}
 		t.x, t.y, t.width = t.y, t.x, out
@@ -66,7 +85,7 @@ func elementwise(f func(float32) float32) func(*stack.Step) kernel {
 }
 
 func perRow(f func(x []float32)) kernel {
-	return func(t *tile) {
+	return func(_ context.Context, t *tile) {
 		for r := range t.rows {
 			f(t.x[r*t.width:][:t.width])
 		}
@@ -75,11 +94,115 @@ func perRow(f func(x []float32)) kernel {
 
 // gelu is x·Φ(x), or its approximation.
 func gelu(s *stack.Step) kernel {
-	f := func(x float64) float64 { return x * math.Erfc(-x/math.Sqrt2) / 2 }
 	if s.Tanh {
-		f = func(x float64) float64 { return x / (1 + math.Exp(-2*math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x))) }
+		return elementwise(activations["gelu_tanh"])(s)
 	}
-	return elementwise(func(x float32) float32 { return float32(f(float64(x))) })(s)
+	return elementwise(activations["gelu"])(s)
+}
+
+// gated is one half of x, activated, times the other.
+func gated(s *stack.Step) kernel {
+	f, out := activations[s.Activation], s.Out
+	return func(_ context.Context, t *tile) {
+		for r := range t.rows {
+			x := t.x[r*2*out:][:2*out]
+			for i, v := range x[:out] {
+				t.y[r*out+i] = f(v) * x[out+i]
+			}
+		}
+		t.x, t.y, t.width = t.y, t.x, out
+	}
+}
+
+// positions adds the row of a table to each position of an item, which is a tile.
+func positions(s *stack.Step) kernel {
+	table := s.Weight
+	return func(_ context.Context, t *tile) {
+		for i, v := range table[:t.rows*t.width] {
+			t.x[i] += v
+		}
+	}
+}
+
+// attention weighs the values of an item, which is a tile, for each of its positions: with the
+// softmax of query·key/√width of a head, over the keys that the mask and, in causal attention, its own place
+// leave it. It has the scores of tileRows queries of one head at a time, in rows of one key, so that only
+// these queries are transposed; as in linear, gonum multiplies serially, and sums over a head's width and
+// over keys are in float32 and ascend. What is hidden has the weight 0, which gonum leaves out: not even
+// a NaN comes through.
+func attention(s *stack.Step) kernel {
+	all, out, causal := s.In, s.Out, s.Causal
+	width := out / s.Heads
+	scale := 1 / math.Sqrt(float64(width))
+	return func(ctx context.Context, t *tile) {
+		for first := 0; first < t.rows; first += tileRows {
+			n, keys := min(tileRows, t.rows-first), t.rows
+			if causal {
+				keys = first + n
+			}
+			scores := t.scores[:keys*n]
+			for left := 0; left < out && ctx.Err() == nil; left += width {
+				for i := range n {
+					for j, v := range t.x[(first+i)*all+left:][:width] {
+						t.queries[j*n+i] = v
+					}
+				}
+				for top := 0; top < keys; top += panelWidth {
+					gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, min(panelWidth, keys-top), n, width,
+						1, t.x[top*all+out+left:], all, t.queries, n, 0, scores[top*n:], n)
+				}
+				sums := weigh(scores, n, scale, func(key int) int {
+					switch {
+					case t.mask != nil && t.mask[key] == 0:
+						return n
+					case causal:
+						return max(0, key-first)
+					}
+					return 0
+				})
+				for at := 0; at < width; at += panelWidth {
+					gonum.Implementation{}.Sgemm(blas.Trans, blas.NoTrans, n, min(panelWidth, width-at), keys,
+						1, scores, n, t.x[2*out+left+at:], all, 0, t.y[first*out+left+at:], out)
+				}
+				for i := range n {
+					y := t.y[(first+i)*out+left:][:width]
+					for j, v := range y {
+						y[j] = float32(float64(v) / sums[i])
+					}
+				}
+			}
+		}
+		t.x, t.y, t.width = t.y, t.x, out
+	}
+}
+
+// weigh makes weights of the scores of n queries, in rows of one key, and returns what to divide
+// by. The first hidden queries do not see a key; one that sees none has weights of 0.
+func weigh(scores []float32, n int, scale float64, hidden func(key int) int) (sums [tileRows]float64) {
+	var most [tileRows]float32
+	for i := range most {
+		most[i] = float32(math.Inf(-1))
+	}
+	for key := range len(scores) / n {
+		for i := hidden(key); i < n; i++ {
+			most[i] = max(most[i], scores[key*n+i])
+		}
+	}
+	for key := range len(scores) / n {
+		row, first := scores[key*n:][:n], hidden(key)
+		clear(row[:first])
+		for i := first; i < n; i++ {
+			e := math.Exp(scale * (float64(row[i]) - float64(most[i])))
+			sums[i] += e
+			row[i] = float32(e)
+		}
+	}
+	for i, sum := range sums {
+		if sum == 0 { // no key was seen: the largest has the weight 1
+			sums[i] = 1
+		}
+	}
+	return sums
 }
 
 // norm is layernorm, or rmsnorm, whose mean counts as 0 and which has no bias.
@@ -107,12 +230,12 @@ func norm(s *stack.Step) kernel {
 // residual remembers x, or adds what was remembered last.
 func residual(s *stack.Step) kernel {
 	if !s.Add {
-		return func(t *tile) {
+		return func(_ context.Context, t *tile) {
 			copy(t.kept[t.depth], t.x[:t.rows*t.width])
 			t.depth++
 		}
 	}
-	return func(t *tile) {
+	return func(_ context.Context, t *tile) {
 		t.depth--
 		for i, v := range t.kept[t.depth][:t.rows*t.width] {
 			t.x[i] += v

@@ -6,6 +6,7 @@ import (
 	"sync"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -23,76 +24,135 @@ func LoadFS(h *Host, fsys fs.FS, dir string) (engine.Model, error) {
 // layers is a stack model that can be computed. Layers work on one tile at a time;
 // the tiles of a block follow each other, those of other blocks run side by side.
 type layers struct {
-	in, out int // widths
-	kernels []kernel
-	tiles   sync.Pool // *tile, at most one per worker of the host in use
+	stack.Model           // without steps, whose weights the kernels have
+	table       []float32 // of the embedding, if there is one
+	kernels     []kernel
+	head        int        // the width of the widest head, 0 without attention
+	tiles       *sync.Pool // *tile of tileRows, at most one per worker of the host in use
 }
 
-// kernel takes a tile through one layer.
-type kernel func(*tile)
+// kernel takes a tile through one layer. One that works long stops soon after ctx ends.
+type kernel func(ctx context.Context, t *tile)
 
-// tile is the state of tileRows rows or fewer on their way through the layers.
+// tile is the state of rows on their way through the layers: tileRows or fewer, or
+// the positions of an item.
 type tile struct {
-	rows, width int
-	x, y        []float32 // rows × width, and as much to compute into
-	kept        [][]float32
-	depth       int // of kept in use
+	rows, width     int
+	x, y            []float32 // rows × width, and as much to compute into
+	kept            [][]float32
+	depth           int       // of kept in use
+	mask            []byte    // by row: 0 is not attended to; nil: all are
+	scores, queries []float32 // of attention: tileRows by key, and those of one head
 }
 
 // compile makes kernels of a model's steps.
 func compile(m *stack.Model) *layers {
-	l := &layers{in: m.In, out: m.Out} // without m, whose weights the kernels have
-	for i := range m.Steps {
-		l.kernels = append(l.kernels, kernels[m.Steps[i].Kind](&m.Steps[i]))
+	l, steps := &layers{Model: *m}, m.Steps
+	l.Steps = nil
+	if m.Vocabulary > 0 {
+		l.table, steps = steps[0].Weight, steps[1:]
 	}
-	size, residuals := tileRows*m.Widest, m.Residuals
-	l.tiles.New = func() any {
+	for i := range steps {
+		s := &steps[i]
+		l.kernels = append(l.kernels, kernels[s.Kind](s))
+		if s.Heads > 0 {
+			l.head = max(l.head, s.Out/s.Heads)
+		}
+	}
+	l.tiles = l.newTiles(tileRows)
+	return l
+}
+
+// sizes are the lengths of what a tile is made of: x, y and each of kept, the scores and the queries.
+func (m *layers) sizes(rows int) (size, scores, queries int) {
+	return rows * m.Widest, rows * min(m.head, 1) * tileRows, m.head * tileRows
+}
+
+func (m *layers) newTiles(rows int) *sync.Pool {
+	size, scores, queries := m.sizes(rows)
+	residuals := m.Residuals // and not m, whose pool this is
+	return &sync.Pool{New: func() any {
 		t := &tile{x: make([]float32, size), y: make([]float32, size), kept: make([][]float32, residuals)}
 		for i := range t.kept {
 			t.kept[i] = make([]float32, size)
 		}
+		t.scores, t.queries = make([]float32, scores), make([]float32, queries)
 		return t
-	}
-	return l
+	}}
 }
 
 // Stack makes a stack model ready on h, which keeps none of its large weights.
 func Stack(h *Host, model *stack.Model) (engine.Model, error) {
-	m := compile(model)
-	return RowFunc{
-		Info: model.Info(),
-		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
-			y := in[0].Clone()
-			y.Shape[len(y.Shape)-1] = int64(m.out)
-			return []tensor.Desc{y}, nil
-		},
-		Bind: func(c engine.Call) (RowsFunc, error) {
-			f, _ := stack.FloatOf(c.Inputs[0].Desc.DType) // as its port says
-			return func(ctx context.Context, b RowBlock) error { return m.compute(ctx, f, b) }, nil
-		},
-		InPlace: m.in == m.out, // a tile is read before it is written
-	}.Model(h)
+	m, workers := compile(model), int64(h.workers.number())
+	return h.model(blocks.Model{Info: model.Info(), Bind: func(c engine.Call) (b blocks.Bound, err error) {
+		y, positions, err := m.Bind(c)
+		if err != nil {
+			return b, err
+		}
+		p := pass{layers: m, x: c.Inputs[0].Desc, positions: positions, unit: tileRows, tiles: m.tiles}
+		p.in, _ = stack.FloatOf(p.x.DType) // as its port says; ids are none
+		p.out, _ = stack.FloatOf(y.DType)
+		if m.In == m.Out && m.Vocabulary == 0 && !m.Mask {
+			b.Results = blocks.InPlace // a tile is read before it is written
+		}
+		if m.Items {
+			p.unit = positions
+		}
+		if positions > tileRows { // memory of the call, and no more that of the model
+			p.tiles = m.newTiles(positions)
+			size, scores, queries := m.sizes(positions)
+			each := 4 * int64((2+m.Residuals)*size+scores+queries)
+			b.Memory = []int64{each * min(workers, p.x.Shape[0])}
+		}
+		b.Outs, b.Program = []tensor.Desc{y}, RowsFunc(p.compute)
+		return b, nil
+	}})
+}
+
+// pass is a stack model tied to a call.
+type pass struct {
+	*layers
+	x               tensor.Desc
+	in, out         stack.Float
+	positions, unit int // rows of a tile in a row of the call, and in a tile
+	tiles           *sync.Pool
 }
 
 // compute takes a block through the layers, a tile at a time.
-func (m *layers) compute(ctx context.Context, f stack.Float, b RowBlock) error {
-	t := m.tiles.Get().(*tile)
-	defer m.tiles.Put(t)
+func (p pass) compute(ctx context.Context, b RowBlock) error {
+	t := p.tiles.Get().(*tile)
+	defer p.tiles.Put(t)
 	in, out := b.In[0], b.Out[0]
-	for rows := int(b.Rows); rows > 0; rows -= tileRows {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
+	item := b.Row // of the tile, where there are items
+	for rows := int(b.Rows) * p.positions; rows > 0; rows -= p.unit {
+		t.rows, t.width, t.depth = min(rows, p.unit), p.In, 0
+		n := t.rows * p.In
+		if p.table == nil {
+			p.in.Load(t.x[:n], in)
+			in = in[n*p.in.Bytes:]
+		} else {
+			ids := t.rows * p.x.DType.Bits() / 8
+			err := p.Vocabulary.IDs(p.x, item, in[:ids], func(i, id int) {
+				copy(t.x[i*p.In:][:p.In], p.table[id*p.In:])
+			})
+			if err != nil {
+				return err
+			}
+			in = in[ids:]
 		}
-		t.rows, t.width, t.depth = min(rows, tileRows), m.in, 0
-		n := t.rows * m.in
-		f.Load(t.x[:n], in)
-		in = in[n*f.Bytes:]
-		for _, layer := range m.kernels {
-			layer(t)
+		if p.Mask {
+			t.mask = b.In[1][(item-b.Row)*int64(t.rows):][:t.rows]
 		}
-		n = t.rows * m.out
-		f.Store(out, t.x[:n])
-		out = out[n*f.Bytes:]
+		for _, layer := range p.kernels {
+			layer(ctx, t)
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+		}
+		n = t.rows * p.Out
+		p.out.Store(out, t.x[:n])
+		out = out[n*p.out.Bytes:]
+		item++
 	}
 	return nil
 }

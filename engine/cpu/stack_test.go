@@ -280,7 +280,7 @@ func TestABlockOfAStackModelAllocatesNothing(t *testing.T) {
 		tl.rows, tl.width, tl.depth = 64, 70, 0
 		copy(tl.x, xs)
 		for _, l := range kernels {
-			l(&tl)
+			l(t.Context(), &tl)
 		}
 	}); n != 0 {
 		t.Errorf("%v allocations per tile", n)

@@ -56,6 +56,9 @@ func newWorkers(n int) *workers {
 	return p
 }
 
+// number returns how many workers there are.
+func (p *workers) number() int { return len(p.every) / (1 + sparesPerWorker) }
+
 // close ends the blocks that wait, and returns when the others have ended.
 func (p *workers) close() {
 	p.mu.Lock()

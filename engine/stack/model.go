@@ -24,10 +24,11 @@ type Model struct {
 	Steps         []Step
 	// Items: rows are items of [positions width], which know of each other; else positions are rows.
 	Items      bool
-	Mask       bool       // a second input is the mask of Spec
-	Vocabulary Vocabulary // of the embedding that is the first step; 0: there is none
-	layers     int        // of the Spec: attention is three steps
-	positions  int        // the most that an item has
+	Mask       bool            // a second input is the mask of Spec
+	Vocabulary Vocabulary      // of the embedding that is the first step; 0: there is none
+	embedded   tensor.DataType // the data type of its weight
+	layers     int             // of the Spec: attention is three steps
+	positions  int             // the most that an item has
 }
 
 // Step is one layer, checked, with what its kind needs. A layer of attention is three: linear
@@ -67,7 +68,7 @@ func (m *Model) Info() engine.Info {
 	}
 	if m.Vocabulary > 0 {
 		i.Inputs[0] = port("x", []tensor.DataType{tensor.Int32, tensor.Int64}, engine.Free, engine.Free)
-		i.Outputs[0].DTypes = []tensor.DataType{m.Steps[0].DType}
+		i.Outputs[0].DTypes = []tensor.DataType{m.embedded}
 		i.About["vocabulary"] = strconv.Itoa(int(m.Vocabulary))
 	}
 	if m.Mask {
@@ -82,7 +83,7 @@ func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 	x := c.Inputs[0].Desc
 	y = x.Clone()
 	if m.Vocabulary > 0 {
-		y.DType, y.Shape = m.Steps[0].DType, append(y.Shape, 0)
+		y.DType, y.Shape = m.embedded, append(y.Shape, 0)
 	}
 	y.Shape[len(y.Shape)-1] = int64(m.Out)
 	if !m.Items {
@@ -321,7 +322,7 @@ func (b *builder) embedding(l Layer, s *Step) error {
 		return errors.New("is only ever the first layer")
 	}
 	n, err := b.matrix(l.Weight, "vocabulary", s)
-	b.Vocabulary, b.Items = Vocabulary(n), true
+	b.Vocabulary, b.embedded, b.Items = Vocabulary(n), s.DType, true
 	return err
 }
 
