@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"github.com/x448/float16"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -116,6 +117,74 @@ func TestAStackThatDoesNotFitTogetherIsRefused(t *testing.T) {
 	})
 }
 
+// TestASpecOfFormat2ThatDoesNotFitTogetherIsRefused: by a sentence that says why.
+func TestASpecOfFormat2ThatDoesNotFitTogetherIsRefused(t *testing.T) {
+	w := map[string]tensor.Tensor{
+		"tokens": floatTensor(1, 9, 6), "places": floatTensor(2, 4, 6), "narrow": floatTensor(3, 4, 5), "flat": floatTensor(4, 6),
+		"in": floatTensor(5, 18, 6), "out": floatTensor(6, 6, 6), "odd": floatTensor(7, 5, 6), "bias": floatTensor(8, 6),
+	}
+	attention := func(f func(*Layer)) []Layer {
+		l := Layer{Kind: "attention", Heads: 2, Weight: "in", OutWeight: "out"}
+		f(&l)
+		return []Layer{l}
+	}
+	embedding := Layer{Kind: "embedding", Weight: "tokens"}
+	fits := func(*Layer) {}
+	for name, c := range map[string]struct {
+		spec Spec
+		why  string
+	}{
+		"format 1 by itself":     {Spec{Layers: attention(fits)}, `layer 0: attention needs format 2; set "format": 2`},
+		"format 1":               {Spec{Format: 1, Layers: []Layer{embedding}}, `layer 0: embedding needs format 2; set "format": 2`},
+		"a mask in format 1":     {Spec{Mask: true, Layers: []Layer{{Kind: "relu"}}}, `mask needs format 2; set "format": 2`},
+		"format 3":               {Spec{Format: 3, Layers: []Layer{embedding}}, "format is 3; wanted 1 or 2"},
+		"format -1":              {Spec{Format: -1, Layers: []Layer{embedding}}, "format is -1; wanted 1 or 2"},
+		"a mask for nothing":     {Spec{Format: 2, Mask: true, Layers: []Layer{embedding}}, "has a mask, and no attention"},
+		"a later embedding":      {Spec{Format: 2, Layers: []Layer{embedding, embedding}}, "only ever the first"},
+		"an embedding of none":   {Spec{Format: 2, Layers: []Layer{{Kind: "embedding"}}}, "no width is given"},
+		"no embedding's weight":  {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "embedding"}}}, "needs a weight"},
+		"a flat embedding":       {Spec{Format: 2, Layers: []Layer{{Kind: "embedding", Weight: "flat"}}}, "wanted shape [vocabulary 6]"},
+		"a bias for embedding":   {Spec{Format: 2, Layers: []Layer{{Kind: "embedding", Weight: "tokens", Bias: "bias"}}}, "has no bias; its fields are kind, weight"},
+		"positions of a width":   {Spec{Format: 2, Layers: []Layer{embedding, {Kind: "positions", Weight: "narrow"}}}, "wanted shape [positions 6]"},
+		"no positions":           {Spec{Format: 2, Layers: []Layer{embedding, {Kind: "positions"}}}, "needs a weight"},
+		"no heads":               {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 0 })}, "0 heads do not divide"},
+		"heads below none":       {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = -2 })}, "-2 heads do not divide"},
+		"heads that leave some":  {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 4 })}, "4 heads do not divide a width of 6"},
+		"no in_proj":             {Spec{Format: 2, Width: 6, Layers: attention(func(l *Layer) { l.Weight = "" })}, "needs a weight"},
+		"no out_proj":            {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "" })}, "out_weight: needs a weight"},
+		"in_proj of a width":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Weight = "out" })}, "wanted 18 and 6 rows, got 6 and 6"},
+		"out_proj of a width":    {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "odd" })}, "wanted 18 and 6 rows, got 18 and 5"},
+		"a bias of in_proj":      {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Bias = "bias" })}, "wanted floats of shape [18]"},
+		"a bias of out_proj":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutBias = "in" })}, "out_weight: tensor \"in\": wanted floats of shape [6]"},
+		"heads for relu":         {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "relu", Heads: 2}}}, "a relu has no heads"},
+		"causal for gated":       {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "gated", Activation: "relu", Causal: true}}}, "a gated has no causal"},
+		"out_weight for linear":  {Spec{Format: 2, Layers: []Layer{{Kind: "linear", Weight: "in", OutWeight: "out"}}}, "a linear has no out_weight"},
+		"out_bias for linear":    {Spec{Format: 2, Layers: []Layer{{Kind: "linear", Weight: "in", OutBias: "bias"}}}, "a linear has no out_bias"},
+		"activation for gelu":    {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "gelu", Activation: "relu"}}}, "a gelu has no activation"},
+		"halves of an odd width": {Spec{Format: 2, Width: 5, Layers: []Layer{{Kind: "gated", Activation: "silu"}}}, "a width of 5 has no halves"},
+		"an unknown activation":  {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "gated", Activation: "tanh"}}}, "wanted one of relu, gelu, gelu_tanh, silu, sigmoid"},
+		"no activation":          {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "gated"}}}, `activation is ""`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := New(c.spec, w)
+			require.ErrorIs(t, err, engine.ErrInfo)
+			require.ErrorContains(t, err, c.why)
+		})
+	}
+	layers := append([]Layer{embedding, {Kind: "positions", Weight: "places"}}, attention(func(l *Layer) { l.OutBias = "bias" })...)
+	m, err := New(Spec{Format: 2, Name: "fits", Mask: true, Layers: layers}, w)
+	require.NoError(t, err)
+	i := m.Info()
+	require.NoError(t, i.Validate())
+	require.Equal(t, 1, i.Rows)
+	require.Equal(t, []engine.Port{
+		{Name: "x", DTypes: []tensor.DataType{tensor.Int32, tensor.Int64}, Shape: []int64{engine.Free, engine.Free}},
+		{Name: "mask", DTypes: []tensor.DataType{tensor.Bool, tensor.Uint8}, Shape: []int64{engine.Free, engine.Free}},
+	}, i.Inputs)
+	require.Equal(t, []engine.Port{{Name: "y", DTypes: []tensor.DataType{tensor.Float32}, Shape: []int64{engine.Free, engine.Free, 6}}}, i.Outputs)
+	require.Equal(t, map[string]string{"layers": "3", "parameters": "228", "positions": "4", "vocabulary": "9"}, i.About)
+}
+
 func TestAFolderIsLoaded(t *testing.T) {
 	dir := t.TempDir()
 	write := func(name string, data []byte) {
@@ -155,6 +224,7 @@ func TestAFolderIsLoaded(t *testing.T) {
 	}
 
 	for name, text := range map[string]string{
+		"an unknown format":  strings.Replace(good, `{"name"`, `{"format": 3, "name"`, 1),
 		"an unknown field":   strings.Replace(good, `"version"`, `"versoin"`, 1),
 		"something after":    good + "{}",
 		"no JSON":            "layers",
