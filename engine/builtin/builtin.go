@@ -26,8 +26,9 @@ var (
 	Echo = elementwise("echo", nil)
 	// ReLU: y is max(x, 0); floats and signed integers.
 	ReLU = elementwise("relu", slices.Sorted(maps.Keys(nans)))
-	// Affine: y is a·x + b, each operation rounded; float32, float64.
-	Affine = elementwise("affine", []tensor.DataType{tensor.Float32, tensor.Float64},
+	// Affine: y is a·x + b, each operation rounded, for float64 and float32; float16 and
+	// bfloat16 are computed as float32 and then rounded once more.
+	Affine = elementwise("affine", []tensor.DataType{tensor.Float32, tensor.Float16, tensor.BFloat16, tensor.Float64},
 		engine.Param{Name: "a", Kind: "number", Default: "1", Meaning: "factor of x"},
 		engine.Param{Name: "b", Kind: "number", Default: "0", Meaning: "added to the product"})
 	// Slow: y is x, after a while.
@@ -57,9 +58,12 @@ func Outs(info engine.Info, c engine.Call) []tensor.Desc {
 	return c.Descs()
 }
 
-// AffineOf reads the params of a call of Affine.
+// AffineOf reads the params of a call of Affine, as what it computes in.
 func AffineOf(c engine.Call) (a, b float64, err error) {
-	dtype := c.Inputs[0].Desc.DType
+	dtype := tensor.Float32
+	if c.Inputs[0].Desc.DType == tensor.Float64 {
+		dtype = tensor.Float64
+	}
 	var numbers [2]float64
 	for i, p := range Affine.Params {
 		text, ok := c.Params[p.Name]

@@ -7,6 +7,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/builtin"
+	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -65,10 +66,18 @@ func bindAffine(c engine.Call) (RowsFunc, error) {
 	if err != nil {
 		return nil, err
 	}
-	if c.Inputs[0].Desc.DType == tensor.Float32 {
+	switch dtype := c.Inputs[0].Desc.DType; dtype {
+	case tensor.Float64:
+		return func(_ context.Context, rb RowBlock) error { return affine(rb.Out[0], a, b) }, nil
+	case tensor.Float32:
 		return func(_ context.Context, rb RowBlock) error { return affine(rb.Out[0], float32(a), float32(b)) }, nil
+	default:
+		f, _ := stack.FloatOf(dtype) // as its port says
+		return func(_ context.Context, rb RowBlock) error {
+			affineHalf(f, rb.Out[0], float32(a), float32(b))
+			return nil
+		}, nil
 	}
-	return func(_ context.Context, rb RowBlock) error { return affine(rb.Out[0], a, b) }, nil
 }
 
 func affine[T float32 | float64](data []byte, a, b T) error {
@@ -76,10 +85,25 @@ func affine[T float32 | float64](data []byte, a, b T) error {
 	if err != nil {
 		return err
 	}
+	affineAll(xs, a, b)
+	return nil
+}
+
+func affineAll[T float32 | float64](xs []T, a, b T) {
 	for i, x := range xs {
 		xs[i] = T(a*x) + b // the conversion keeps the compiler from fusing, which rounds differently
 	}
-	return nil
+}
+
+// affineHalf goes by way of float32, a few elements at a time.
+func affineHalf(f stack.Float, data []byte, a, b float32) {
+	xs := make([]float32, 256)
+	for ; len(data) > 0; data = data[len(xs)*f.Bytes:] {
+		xs = xs[:min(len(xs), len(data)/f.Bytes)]
+		f.Load(xs, data)
+		affineAll(xs, a, b)
+		f.Store(data, xs)
+	}
 }
 
 // relu overwrites data, which holds whole elements, as r says: with two float32 in a word it

@@ -182,6 +182,34 @@ func TestAffineComputesInFloat64ForFloat64(t *testing.T) {
 	}
 }
 
+// TestAffineOfHalfTypesIsThatOfFloat32Rounded for every value there is.
+func TestAffineOfHalfTypesIsThatOfFloat32Rounded(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	for _, d := range []tensor.DataType{tensor.Float16, tensor.BFloat16} {
+		x := tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: tensor.Shape{1 << 16}}, Data: make([]byte, 1<<17)}
+		for i := range 1 << 16 {
+			binary.LittleEndian.PutUint16(x.Data[2*i:], uint16(i))
+		}
+		ys := make([]float32, 1<<16)
+		toFloats(d, ys, x.Data)
+		for i, v := range ys {
+			ys[i] = float32(float32(-1.7)*v) + 0.3
+		}
+		wide, err := tensor.Of(ys)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out, err := enginetest.Compute(t.Context(), find(h, "affine"), []tensor.Tensor{x}, map[string]string{"a": "-1.7", "b": "0.3"}, 1000, 1)
+		if err == nil {
+			err = enginetest.Equal(out, []tensor.Tensor{as(d, wide)})
+		}
+		if err != nil {
+			t.Errorf("%v: %v", d, err)
+		}
+	}
+}
+
 func TestSlowFailsAtTheRowItIsAskedTo(t *testing.T) {
 	h := NewHost(HostConfig{Workers: 1})
 	defer h.Close()
