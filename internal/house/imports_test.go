@@ -90,6 +90,7 @@ var layers = map[string][]string{
 
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
+	"examples/encoder":      {anything},
 	"examples/local":        {anything},
 	"examples/pull":         {anything},
 	"examples/relu":         {anything},
