@@ -47,3 +47,25 @@ func BenchmarkLinear(b *testing.B) {
 		})
 	}
 }
+
+func BenchmarkAttention(b *testing.B) {
+	const width = 768
+	for _, positions := range []int{128, 512, 2048} {
+		b.Run(fmt.Sprintf("positions=%d", positions), func(b *testing.B) {
+			l := layers{head: width / 12}
+			_, scores, queries := l.sizes(positions)
+			x, y := make([]float32, 3*width*positions), make([]float32, 3*width*positions)
+			for i := range x {
+				x[i] = float32(i%7) - 3
+			}
+			compute := attention(&stack.Step{In: 3 * width, Out: width, Heads: 12})
+			t := tile{scores: make([]float32, scores), queries: make([]float32, queries)}
+			b.ReportAllocs()
+			for b.Loop() {
+				t.rows, t.x, t.y = positions, x, y
+				compute(b.Context(), &t)
+			}
+			b.ReportMetric(4*float64(positions*positions*width)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+		})
+	}
+}
