@@ -183,6 +183,18 @@ func TestASpecOfFormat2ThatDoesNotFitTogetherIsRefused(t *testing.T) {
 	}, i.Inputs)
 	require.Equal(t, []engine.Port{{Name: "y", DTypes: []tensor.DataType{tensor.Float32}, Shape: []int64{engine.Free, engine.Free, 6}}}, i.Outputs)
 	require.Equal(t, map[string]string{"layers": "3", "parameters": "228", "positions": "4", "vocabulary": "9"}, i.About)
+	var kinds []string
+	for _, s := range m.Steps {
+		kinds = append(kinds, s.Kind)
+		if s.Kind != "attention" {
+			require.Equal(t, tensor.Float32, s.DType)
+		}
+	}
+	require.Equal(t, []string{"embedding", "positions", "linear", "attention", "linear"}, kinds)
+
+	m, err = New(Spec{Format: 2, Name: "patches", Layers: []Layer{{Kind: "linear", Weight: "out"}, {Kind: "positions", Weight: "places"}}}, w)
+	require.NoError(t, err)
+	require.Equal(t, 1, m.Info().Rows, "positions of an item are not rows of their own")
 }
 
 func TestAFolderIsLoaded(t *testing.T) {
