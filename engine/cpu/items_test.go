@@ -7,6 +7,7 @@ import (
 	"math"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -144,9 +145,9 @@ func TestModelsOfItemsPassTheSuiteInEveryDataType(t *testing.T) {
 			in, empty, nobody []tensor.Tensor
 		}{
 			"floats": {encoder(), []tensor.Tensor{x(21, 9), masks(tensor.Bool, 21, 9)}, []tensor.Tensor{x(0, 9), masks(tensor.Bool, 0, 9)}, []tensor.Tensor{x(3, 0), masks(tensor.Bool, 3, 0)}},
-			"alone":  {alone, []tensor.Tensor{x(3, 70)}, []tensor.Tensor{x(0, 70)}, []tensor.Tensor{x(3, 0)}},
-			"int32":  {encoder(embed), []tensor.Tensor{ids(tensor.Int32, 50, 3, 70), masks(tensor.Uint8, 3, 70)}, []tensor.Tensor{ids(tensor.Int32, 50, 0, 9), masks(tensor.Uint8, 0, 9)}, nil},
-			"int64":  {encoder(embed), []tensor.Tensor{ids(tensor.Int64, 50, 40, 9), masks(tensor.Uint8, 40, 9)}, nil, []tensor.Tensor{ids(tensor.Int64, 50, 3, 0), masks(tensor.Bool, 3, 0)}},
+			"alone":  {alone, []tensor.Tensor{x(2, 70)}, []tensor.Tensor{x(0, 70)}, []tensor.Tensor{x(3, 0)}},
+			"int32":  {encoder(embed), []tensor.Tensor{ids(tensor.Int32, 50, 2, 70), masks(tensor.Uint8, 2, 70)}, []tensor.Tensor{ids(tensor.Int32, 50, 0, 9), masks(tensor.Uint8, 0, 9)}, nil},
+			"int64":  {encoder(embed), []tensor.Tensor{ids(tensor.Int64, 50, 15, 9), masks(tensor.Uint8, 15, 9)}, nil, []tensor.Tensor{ids(tensor.Int64, 50, 3, 0), masks(tensor.Bool, 3, 0)}},
 		} {
 			t.Run(name+" "+d.String(), func(t *testing.T) {
 				build := stackOf(c.spec, itemWeights(d))
@@ -348,7 +349,8 @@ func TestABlockOfItemsAllocatesNothing(t *testing.T) {
 	l := compile(m)
 	f, _ := stack.FloatOf(tensor.Float32)
 	x := ids(tensor.Int64, 50, 3, 9)
-	p := pass{layers: l, x: x.Desc, out: f, positions: 9, unit: 9, tiles: l.tiles}
+	one := l.tiles.Get() // a pool loses some when races are looked for
+	p := pass{layers: l, x: x.Desc, out: f, positions: 9, unit: 9, tiles: &sync.Pool{New: func() any { return one }}}
 	b := RowBlock{Rows: 3, In: [][]byte{x.Data, masks(tensor.Bool, 3, 9).Data}, Out: [][]byte{make([]byte, 3*9*15*4)}}
 	ctx, cancel := context.WithCancel(t.Context())
 	require.Zero(t, testing.AllocsPerRun(10, func() {
