@@ -107,7 +107,7 @@ typedef struct {
 	CUevent events[2][TF_EVENTS];
 } tf_lane;
 
-enum { TF_PARAMS = 8, TF_PARAM_BYTES = 64 };
+enum { TF_PARAMS = 12, TF_PARAM_BYTES = 96 };
 
 // tf_launch is one launch of a kernel, its parameters by value.
 typedef struct {

@@ -10,6 +10,11 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+// floats are what kernels call the data types that they take.
+var floats = map[tensor.DataType]kernels.Float{
+	tensor.Float32: kernels.F32, tensor.Float16: kernels.F16, tensor.BFloat16: kernels.BF16, tensor.Float64: kernels.F64,
+}
+
 // program is what a model tied to a call has the device do with its blocks.
 type program struct {
 	begun int          // blocks; the submitter's
@@ -67,9 +72,11 @@ func bindAffine(c engine.Call) (program, error) {
 	if err != nil {
 		return program{}, err
 	}
-	if c.Inputs[0].Desc.DType == tensor.Float32 {
+	dtype := c.Inputs[0].Desc.DType
+	if dtype != tensor.Float64 {
+		each := int64(dtype.Bits() / 8)
 		return inPlace(func(x kernels.Address, bytes int64) kernels.AffineF32 {
-			return kernels.AffineF32{X: x, N: kernels.N(bytes / 4), A: float32(a), B: float32(b)}
+			return kernels.AffineF32{X: x, N: kernels.N(bytes / each), A: float32(a), B: float32(b), Type: floats[dtype]}
 		})
 	}
 	return inPlace(func(x kernels.Address, bytes int64) kernels.AffineF64 {

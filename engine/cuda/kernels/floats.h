@@ -1,4 +1,4 @@
-// Activations of float32 without a mathematical library. They consist of +, -, *, /,
+// Conversions of elements, and activations of float32 without a mathematical library. They consist of +, -, *, /,
 // fused multiply-add, comparisons and integers, each rounded as IEEE 754 says, in a
 // fixed order: so a GPU and a host compute the same bits, a NaN's payload excepted.
 //
@@ -8,6 +8,8 @@
 // test samples. Results below 2^-126 are within 2 units, of 2^-149.
 #pragma once
 
+typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
 typedef __UINT32_TYPE__ uint32_t;
 typedef __UINT64_TYPE__ uint64_t;
 typedef __INT32_TYPE__ int32_t;
@@ -20,12 +22,84 @@ struct power {
 	int32_t n;
 };
 
-// two_to returns 2^n, for -126 <= n <= 127.
-static __device__ inline float two_to(int32_t n) {
-	uint32_t bits = (uint32_t)(n + 127) << 23;
+// bits_of and of_bits are a float's bits, and the float of bits.
+static __device__ inline uint32_t bits_of(float f) {
+	uint32_t bits;
+	__builtin_memcpy(&bits, &f, sizeof f);
+	return bits;
+}
+
+static __device__ inline float of_bits(uint32_t bits) {
 	float f;
 	__builtin_memcpy(&f, &bits, sizeof f);
 	return f;
+}
+
+// f16 and bf16 are elements of float16 and bfloat16.
+struct f16 {
+	uint16_t bits;
+};
+struct bf16 {
+	uint16_t bits;
+};
+
+// widen returns the float that an element is, exactly; a float64 is rounded.
+static __device__ inline float widen(float v) { return v; }
+static __device__ inline float widen(double v) { return (float)v; }
+static __device__ inline float widen(bf16 v) { return of_bits((uint32_t)v.bits << 16); }
+static __device__ inline float widen(f16 v) {
+	uint32_t sign = (uint32_t)(v.bits & 0x8000) << 16, magnitude = (uint32_t)(v.bits & 0x7fff) << 13;
+	if (magnitude >= 0x1fu << 23) { // infinite or NaN
+		return of_bits(sign | 0x7f800000 | magnitude);
+	}
+	return of_bits(sign | bits_of(of_bits(magnitude) * 0x1p112f)); // from the one bias to the other; subnormals, too
+}
+
+// narrow stores v, rounded to nearest even. What is too large becomes infinite, a NaN stays one.
+static __device__ inline void narrow(float v, float *to) { *to = v; }
+static __device__ inline void narrow(float v, double *to) { *to = v; }
+static __device__ inline void narrow(float v, bf16 *to) {
+	uint32_t u = bits_of(v);
+	to->bits = v != v ? u >> 16 | 0x40 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
+static __device__ inline void narrow(float v, f16 *to) {
+	uint32_t sign = bits_of(v) >> 16 & 0x8000, u = bits_of(v) & 0x7fffffff;
+	if (u > 0x7f800000) {
+		u = 0x7e00;
+	} else if (u >= 0x47800000) { // 2^16
+		u = 0x7c00;
+	} else if (u < 0x38800000) { // 2^-14: a sum with 1/2 has the steps of subnormals
+		u = bits_of(of_bits(u) + 0.5f) - 0x3f000000;
+	} else { // a carry may go into the exponent, and make it infinite
+		u = (u + 0xfff + (u >> 13 & 1) - (112u << 23)) >> 13;
+	}
+	to->bits = sign | u;
+}
+
+// element is what the package's Float of this code is: get and put have one at i.
+enum element { F32, F16, BF16, F64 };
+
+static __device__ inline float get(const uint8_t *x, uint64_t i, uint32_t type) {
+	switch (type) {
+	case F16: return widen(((const f16 *)x)[i]);
+	case BF16: return widen(((const bf16 *)x)[i]);
+	case F64: return widen(((const double *)x)[i]);
+	}
+	return ((const float *)x)[i];
+}
+
+static __device__ inline void put(uint8_t *x, uint64_t i, uint32_t type, float v) {
+	switch (type) {
+	case F16: return narrow(v, (f16 *)x + i);
+	case BF16: return narrow(v, (bf16 *)x + i);
+	case F64: return narrow(v, (double *)x + i);
+	}
+	((float *)x)[i] = v;
+}
+
+// two_to returns 2^n, for -126 <= n <= 127.
+static __device__ inline float two_to(int32_t n) {
+	return of_bits((uint32_t)(n + 127) << 23);
 }
 
 // scaled returns x·e, for -252 <= e.n <= 0. It takes two steps, because 2^n alone may
@@ -50,6 +124,23 @@ static __device__ inline power exp(float hi, float lo) {
 	q = __builtin_fmaf(q, r, 0x1.fffffcp-2f);
 	return {1 + __builtin_fmaf(r * r, q, r), (int32_t)n};
 }
+
+// exponential returns e^(x-top) for x <= top, within 2 units. NaN and an infinite top make NaN.
+static __device__ inline float exponential(float x, float top) {
+	float hi = x - top;
+	if (hi < -104) {
+		return 0; // below 2^-150
+	}
+	if (hi != hi) {
+		return hi;
+	}
+	float part = x - hi; // what the difference leaves of either is exact, and so is their sum
+	power e = exp(hi, (x - (hi + part)) + (part - top));
+	return scaled(e.m, e);
+}
+
+// larger returns the larger, or NaN if one is.
+static __device__ inline float larger(float a, float b) { return b > a || b != b ? b : a; }
 
 // at_most returns |x|, or most where that is less or x is NaN.
 static __device__ inline float at_most(float x, float most) {
@@ -117,6 +208,16 @@ static __device__ inline float gelu(float x) {
 	return x < 0 ? scaled(x * tail, e) : x * (1 - scaled(tail, e));
 }
 
+// sigmoid returns 1/(1 + e^-x), within 4 units.
+static __device__ inline float sigmoid(float x) {
+	power e = exp(-at_most(x, 120), 0);
+	float below = 1 + scaled(e.m, e);
+	if (x < 0) {
+		return scaled(e.m / below, e);
+	}
+	return x != x ? x : 1 / below;
+}
+
 // relu returns max(x, 0): 0 for -0, and NaN for NaN.
 static __device__ inline float relu(float x) {
 	return x > 0 || x != x ? x : 0;
@@ -130,6 +231,7 @@ static __device__ __attribute__((noinline)) float activate(float x, uint32_t act
 	case 2: return gelu(x);
 	case 3: return gelu_tanh(x);
 	case 4: return silu(x);
+	case 5: return sigmoid(x);
 	}
 	return x;
 }

@@ -36,9 +36,16 @@ func TestKernelsComputeOnAHostWhatTheySay(t *testing.T) {
 	for name, test := range map[string]func(*testing.T, host){
 		"an activation is within its bound of engine/cpu's formula":  testActivations,
 		"linear adds products in order, whatever the tiles":          testLinear,
+		"linear takes weights of float16 and bfloat16":               testHalfWeights,
 		"linear keeps a sum of -0":                                   testNegativeZero,
 		"relu is max(x, 0) for every data type":                      testReLU,
 		"arithmetic has the bits of engine/cpu, whatever the grid":   testArithmetic,
+		"a float is converted as package minifloat does":             testConvert,
+		"a norm is within a unit of engine/cpu's formula":            testNorm,
+		"softmax is within 4 units of engine/cpu's formula":          testSoftmax,
+		"a gate is an activation of one half times the other":        testGate,
+		"embed copies rows, and adds those of positions":             testEmbed,
+		"attention is near its formula, whatever the tiles":          testAttention,
 		"a kernel without elements leaves its neighbors as they are": testNothing,
 	} {
 		t.Run(name, func(t *testing.T) { test(t, h) })
@@ -133,12 +140,13 @@ var activations = map[Activation]struct {
 	GELUTanh: {func(x float64) float64 {
 		return x / (1 + math.Exp(-2*math.Sqrt(2/math.Pi)*(x+0.044715*x*x*x)))
 	}, 4},
-	SiLU: {func(x float64) float64 { return x / (1 + math.Exp(-x)) }, 4},
+	SiLU:    {func(x float64) float64 { return x / (1 + math.Exp(-x)) }, 4},
+	Sigmoid: {func(x float64) float64 { return 1 / (1 + math.Exp(-x)) }, 4},
 }
 
 func testActivations(t *testing.T, h host) {
 	xs := sample(t)
-	for a := None; a <= SiLU; a++ {
+	for a := None; a <= Sigmoid; a++ {
 		ys := append([]float32(nil), xs...)
 		h.run(t, ActivateF32{N: N(len(ys)), Activation: a}, 0, ys)
 		worst, at := 0.0, float32(0)
@@ -172,13 +180,7 @@ func units(got float32, want float64) float64 {
 
 func testLinear(t *testing.T, h host) {
 	r := testkit.Rand(t)
-	random := func(n uint64) []float32 {
-		xs := make([]float32, n)
-		for i := range xs {
-			xs[i] = float32(r.NormFloat64())
-		}
-		return xs
-	}
+	random := func(n uint64) []float32 { return normal(r, int(n)) }
 	for name, tc := range map[string]struct {
 		rows       uint64
 		in, out    uint32

@@ -281,6 +281,11 @@ func TestGridsCoverAndKeepToTheirLimits(t *testing.T) {
 		"a tile":                        {LinearF32{Rows: 64, Out: 64}, [3]uint32{1, 1, 1}},
 		"a row and an output more":      {LinearF32{Rows: 65, Out: 65}, [3]uint32{2, 2, 1}},
 		"the most rows and all outputs": {LinearF32{Rows: 1<<64 - 1, Out: 1<<32 - 1}, [3]uint32{1 << 26, 65535, 1}},
+		"rows of a warp each":           {NormF32{Rows: 9, Width: 4096}, [3]uint32{2, 1, 1}},
+		"wide rows":                     {SoftmaxF32{Rows: 9, Width: 4097}, [3]uint32{9, 1, 1}},
+		"no item":                       {AttentionF32{Positions: 65, Heads: 3}, [3]uint32{1, 1, 1}},
+		"tiles of heads of items":       {AttentionF32{Items: 5, Positions: 65, Heads: 3}, [3]uint32{30, 1, 1}},
+		"the most items of all":         {AttentionF32{Items: 1<<64 - 1, Positions: 1<<32 - 1, Heads: 1<<32 - 1}, [3]uint32{1 << 16, 1, 1}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			grid, block := tc.launch.Grid()

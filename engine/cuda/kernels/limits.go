@@ -8,8 +8,15 @@ const (
 	// multiprocessors, of which each runs 8 such blocks at once; with three times as
 	// many, the last to finish waits for little. Beyond, threads take several elements.
 	maxBlocks = 4096
-	// tile is how many rows and how many outputs a block of linear_f32 computes.
+	// tile is how many rows and how many outputs a block of linear_f32 computes, and of
+	// how many queries one of attention_f32.
 	tile = 64
+	// narrowRow is the widest row that narrowTeam threads share, a warp; all of a block share
+	// a wider one. So has kernels.cu.
+	narrowRow, narrowTeam = 4096, 32
+	// maxAttention are the blocks of attention_f32, of which a multiprocessor runs three or so
+	// at once: about a hundred rounds.
+	maxAttention = 1 << 16
 	// maxRowTiles is what CUDA allows a grid in y. Beyond, blocks take several tiles.
 	maxRowTiles = 65535
 )

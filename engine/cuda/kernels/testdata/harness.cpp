@@ -11,6 +11,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -37,17 +38,25 @@ template <typename T> static T param(size_t i) {
 	return v;
 }
 template <typename T> static T *buffer(size_t i) { return (T *)buffers.at(params.at(i)).data(); }
+// The first buffer stands for none, where a kernel may be without.
+template <typename T> static T *perhaps(size_t i) { return params.at(i) ? buffer<T>(i) : nullptr; }
 
 static const std::map<std::string, std::function<void()>> entries = {
 	{"relu_words", [] { relu_words(buffer<uint64_t>(0), param<uint64_t>(1), param<uint64_t>(2), param<uint64_t>(3), param<uint32_t>(4)); }},
-	{"affine_f32", [] { affine_f32(buffer<float>(0), param<uint64_t>(1), param<float>(2), param<float>(3)); }},
+	{"affine_f32", [] { affine_f32(buffer<uint8_t>(0), param<uint64_t>(1), param<float>(2), param<float>(3), param<uint32_t>(4)); }},
 	{"affine_f64", [] { affine_f64(buffer<double>(0), param<uint64_t>(1), param<double>(2), param<double>(3)); }},
 	{"store_u64", [] { store_u64(buffer<uint64_t>(0), param<uint64_t>(1)); }},
-	{"linear_f32", [] { linear_f32(buffer<float>(0), buffer<float>(1), buffer<float>(2), buffer<float>(3), param<uint64_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7)); }},
+	{"linear_f32", [] { linear_f32(buffer<float>(0), buffer<uint8_t>(1), buffer<float>(2), buffer<float>(3), param<uint64_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<uint32_t>(8)); }},
 	{"activate_f32", [] { activate_f32(buffer<float>(0), param<uint64_t>(1), param<uint32_t>(2)); }},
 	{"scale_f32", [] { scale_f32(buffer<float>(0), param<uint64_t>(1), param<float>(2)); }},
 	{"add_f32", [] { add_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2)); }},
 	{"copy_f32", [] { copy_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2)); }},
+	{"convert", [] { convert(buffer<uint8_t>(0), buffer<uint8_t>(1), param<uint64_t>(2), param<uint32_t>(3), param<uint32_t>(4)); }},
+	{"norm_f32", [] { norm_f32(buffer<float>(0), buffer<float>(1), buffer<float>(2), param<uint64_t>(3), param<uint32_t>(4), param<uint32_t>(5), param<double>(6)); }},
+	{"softmax_f32", [] { softmax_f32(buffer<float>(0), param<uint64_t>(1), param<uint32_t>(2)); }},
+	{"gate_f32", [] { gate_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2), param<uint32_t>(3), param<uint32_t>(4)); }},
+	{"embed_f32", [] { embed_f32(buffer<float>(0), buffer<uint8_t>(1), buffer<uint8_t>(2), perhaps<float>(3), param<uint64_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<uint32_t>(8)); }},
+	{"attention_f32", [] { attention_f32(buffer<float>(0), perhaps<uint8_t>(1), buffer<float>(2), param<uint64_t>(3), param<uint32_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<float>(8)); }},
 };
 
 static const std::function<void()> *kernel;
@@ -99,7 +108,8 @@ int main(int argc, char **argv) {
 			return 3;
 		}
 	}
-	bool barriers = std::string(argv[1]) == "linear_f32";
+	static const std::set<std::string> with = {"linear_f32", "norm_f32", "softmax_f32", "attention_f32"};
+	bool barriers = with.count(argv[1]);
 	for (blockIdx.y = 0; blockIdx.y < gridDim.y; blockIdx.y++) {
 		for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++) {
 			if (barriers) {
