@@ -29,6 +29,8 @@ type Bound struct {
 	Results Results
 	Program any // what to compute: the device knows its type
 
+	MostRows int64 // in a block, unless so few make too many blocks of a chunk; 0: no bound
+
 	Scratch []int64 // bytes per row of each RowBlock.Scratch; only with results of their Own
 	Memory  []int64 // bytes that count in the budget beside all blocks, each
 }

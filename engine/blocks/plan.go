@@ -87,6 +87,9 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	default:
 		p.blockRows = bound
 	}
+	if b.MostRows > 0 {
+		p.blockRows = min(p.blockRows, b.MostRows)
+	}
 	p.blockRows = max(1, min(max(p.blockRows, fewest), rows))
 	p.blocks = max(1, ceil(rows, p.blockRows))
 

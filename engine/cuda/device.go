@@ -372,6 +372,11 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 		return err
 	}
 	p := w.Program.(*program)
+	if p.check != nil {
+		if err := p.check(w); err != nil {
+			return err
+		}
+	}
 	in, out := w.In[0], w.Out[0]
 	bytes := int64(len(in))
 	if p.memory != nil {
@@ -388,9 +393,12 @@ func (v *device) enqueue(l *lane, w *blocks.Work) error {
 	if p.launch != nil {
 		y = p.launch(l, w.Rows, int64(len(in)), x)
 	}
-	b := C.tf_block{
-		in: pointer(in), in_bytes: C.size_t(len(in)),
-		out: pointer(out), out_bytes: C.size_t(len(out)), out_at: C.size_t(y - x),
+	b := C.tf_block{out: pointer(out), out_bytes: C.size_t(len(out)), out_at: C.size_t(y - x)}
+	for i, in := range w.In {
+		b.in[i] = C.tf_input{from: pointer(in), bytes: C.size_t(len(in))}
+		if i > 0 {
+			b.in[i].at = C.size_t(p.second(w.Rows))
+		}
 	}
 	if p.begun%timedEvery == 0 {
 		b.timed = 1

@@ -175,8 +175,9 @@ static tf_result enqueue(tf_device *v, tf_lane *l, const tf_block *b, const tf_l
 	CUevent *events = l->events[l->timed = b->timed];
 	if (b->timed)
 		TRY(EventRecord, events[TF_IN_BEGIN], v->h2d);
-	if (b->in_bytes > 0)
-		TRY(MemcpyHtoDAsync, l->memory, b->in, b->in_bytes, v->h2d);
+	for (const tf_input *in = b->in; in < b->in + TF_INPUTS; in++)
+		if (in->bytes > 0)
+			TRY(MemcpyHtoDAsync, l->memory + in->at, in->from, in->bytes, v->h2d);
 	TRY(EventRecord, events[TF_IN_END], v->h2d);
 
 	TRY(StreamWaitEvent, v->compute, events[TF_IN_END], 0);

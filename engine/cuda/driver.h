@@ -118,11 +118,18 @@ typedef struct {
 	_Alignas(8) unsigned char bytes[TF_PARAM_BYTES];
 } tf_launch;
 
-// tf_block is a block on its way through the device: n bytes come in at the
-// beginning of a lane's memory, and go out from another place of it.
+enum { TF_INPUTS = 2 };
+
+// tf_input is what comes in at one place of a lane's memory.
 typedef struct {
-	const void *in;
-	size_t in_bytes;
+	const void *from;
+	size_t bytes, at;
+} tf_input;
+
+// tf_block is a block on its way through the device: its inputs come in, and its
+// result goes out from another place of the lane's memory.
+typedef struct {
+	tf_input in[TF_INPUTS];
 	void *out;
 	size_t out_bytes, out_at;
 	int timed;

@@ -19,6 +19,10 @@ var floats = map[tensor.DataType]kernels.Float{
 type program struct {
 	begun int          // blocks; the submitter's
 	times blocks.Times // of the last block that was timed; finish's
+	// check, if it is set, refuses a block for what is in it.
+	check func(*blocks.Work) error
+	// second is where in the memory a second input goes.
+	second func(rows int64) int64
 	// memory is how many bytes rows take on the device, nil for the more of input and result.
 	memory func(rows int64) int64
 	// launch computes rows, whose input is bytes at x, and returns where in the memory

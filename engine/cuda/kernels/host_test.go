@@ -315,7 +315,8 @@ func testArithmetic(t *testing.T, h host) {
 		const a, b = 1.1, -0.3
 		each(AffineF32{N: n, A: a, B: b}, func(i int) float32 { return float32(a*x[i]) + b })
 		each(ScaleF32{N: n, Factor: a}, func(i int) float32 { return a * x[i] })
-		each(AddF32{X: 0, Y: 1, N: n}, func(i int) float32 { return x[i] + y[i] })
+		each(AddF32{X: 0, Y: 1, N: n, Of: n}, func(i int) float32 { return x[i] + y[i] })
+		each(AddF32{X: 0, Y: 1, N: n, Of: 7}, func(i int) float32 { return x[i] + y[i%7] })
 		each(CopyF32{Dst: 0, Src: 1, N: n}, func(i int) float32 { return y[i] })
 
 		want, got := make([]float64, n), append([]float64(nil), x64...)

@@ -57,9 +57,10 @@ extern "C" __global__ void scale_f32(float *x, uint64_t n, float factor) {
 	}
 }
 
-extern "C" __global__ void add_f32(float *x, const float *y, uint64_t n) {
+// add_f32 adds y, of so many elements, to each as many of x.
+extern "C" __global__ void add_f32(float *x, const float *y, uint64_t n, uint64_t of) {
 	for (uint64_t i = first(); i < n; i += stride()) {
-		x[i] = x[i] + y[i];
+		x[i] = x[i] + y[i % of];
 	}
 }
 
@@ -85,13 +86,12 @@ extern "C" __global__ void gate_f32(float *__restrict__ y, const float *__restri
 }
 
 // embed_f32 looks up weights, of any type, by int32 or, if wide, int64.
-extern "C" __global__ void embed_f32(float *__restrict__ y, const uint8_t *__restrict__ ids, const uint8_t *__restrict__ weight, const float *__restrict__ places,
-                                     uint64_t n, uint32_t width, uint32_t positions, uint32_t wide, uint32_t type) {
+extern "C" __global__ void embed_f32(float *__restrict__ y, const uint8_t *__restrict__ ids, const uint8_t *__restrict__ weight,
+                                     uint64_t n, uint32_t width, uint32_t wide, uint32_t type) {
 	for (uint64_t i = first(); i < n; i += stride()) {
-		uint64_t at = i / width, column = i % width;
+		uint64_t at = i / width;
 		uint64_t id = wide ? ((const uint64_t *)ids)[at] : ((const uint32_t *)ids)[at];
-		float v = floats::get(weight, id * width + column, type);
-		y[i] = places ? v + places[at % positions * width + column] : v;
+		y[i] = floats::get(weight, id * width + i % width, type);
 	}
 }
 
@@ -183,8 +183,9 @@ typedef float four __attribute__((vector_size(16), may_alias));
 enum { side = 64, depth = 16, own = 4, lines = 256 / depth, pitch = side + 4 };
 typedef float line[pitch];
 
-// multiply adds the products of what the threads have loaded, in order.
-static __device__ inline void multiply(float sum[own][own], const line *xs, const line *ws, uint32_t top, uint32_t left) {
+// multiply adds the products of what the threads have loaded, in order. It may skip those
+// with an x of 0, whatever w is.
+template <bool skip = false> static __device__ inline void multiply(float sum[own][own], const line *xs, const line *ws, uint32_t top, uint32_t left) {
 	// clang takes a cast of the arrays themselves for less aligned than it is.
 	const four *xfours = (const four *)&xs[0][top], *wfours = (const four *)&ws[0][left];
 #pragma unroll
@@ -194,7 +195,9 @@ static __device__ inline void multiply(float sum[own][own], const line *xs, cons
 		for (uint32_t i = 0; i < own; i++) {
 #pragma unroll
 			for (uint32_t j = 0; j < own; j++) {
-				sum[i][j] = __builtin_fmaf(a[i], b[j], sum[i][j]);
+				if (!skip || a[i] != 0) {
+					sum[i][j] = __builtin_fmaf(a[i], b[j], sum[i][j]);
+				}
 			}
 		}
 	}
@@ -333,7 +336,12 @@ extern "C" __global__ void attention_f32(const float *__restrict__ qkv, const ui
 						bs[i / side][i % side] = there ? v[key * pitch3 + c] : 0;
 					}
 					__syncthreads();
-					multiply(sum, as, bs, top, left);
+					// Nor may a NaN come from a later key, of which only these are here.
+					if (causal && key0 == query0) {
+						multiply<true>(sum, as, bs, top, left);
+					} else {
+						multiply(sum, as, bs, top, left);
+					}
 					__syncthreads();
 				}
 			}

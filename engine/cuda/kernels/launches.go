@@ -105,10 +105,11 @@ type ScaleF32 struct {
 	Factor float32
 }
 
-// AddF32 adds y to x.
+// AddF32 adds y, of so many elements, to each as many of x.
 type AddF32 struct {
 	X, Y Address
 	N
+	Of N
 }
 
 // CopyF32 copies src to dst; they may not overlap.
@@ -151,13 +152,13 @@ type GateF32 struct {
 }
 
 // EmbedF32 makes rows of y of rows of weight, one for each of ids, which are int32, or int64
-// if wide is 1, and must be rows of it: nothing checks them. Places is 0, or has a row to be
-// added for each of positions that follow each other. N is that of y; Type is that of weight.
+// if wide is 1, and must be rows of it: nothing checks them. N is that of y; Type is that
+// of weight.
 type EmbedF32 struct {
-	Y, IDs, Weight, Places Address
+	Y, IDs, Weight Address
 	N
-	Width, Positions, Wide uint32
-	Type                   Float
+	Width, Wide uint32
+	Type        Float
 }
 
 // AttentionF32 computes softmax(scale·q·kᵀ)·v for each head of each item, of qkv of [items

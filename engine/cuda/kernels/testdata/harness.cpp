@@ -49,13 +49,13 @@ static const std::map<std::string, std::function<void()>> entries = {
 	{"linear_f32", [] { linear_f32(buffer<float>(0), buffer<uint8_t>(1), buffer<float>(2), buffer<float>(3), param<uint64_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<uint32_t>(8)); }},
 	{"activate_f32", [] { activate_f32(buffer<float>(0), param<uint64_t>(1), param<uint32_t>(2)); }},
 	{"scale_f32", [] { scale_f32(buffer<float>(0), param<uint64_t>(1), param<float>(2)); }},
-	{"add_f32", [] { add_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2)); }},
+	{"add_f32", [] { add_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2), param<uint64_t>(3)); }},
 	{"copy_f32", [] { copy_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2)); }},
 	{"convert", [] { convert(buffer<uint8_t>(0), buffer<uint8_t>(1), param<uint64_t>(2), param<uint32_t>(3), param<uint32_t>(4)); }},
 	{"norm_f32", [] { norm_f32(buffer<float>(0), buffer<float>(1), buffer<float>(2), param<uint64_t>(3), param<uint32_t>(4), param<uint32_t>(5), param<double>(6)); }},
 	{"softmax_f32", [] { softmax_f32(buffer<float>(0), param<uint64_t>(1), param<uint32_t>(2)); }},
 	{"gate_f32", [] { gate_f32(buffer<float>(0), buffer<float>(1), param<uint64_t>(2), param<uint32_t>(3), param<uint32_t>(4)); }},
-	{"embed_f32", [] { embed_f32(buffer<float>(0), buffer<uint8_t>(1), buffer<uint8_t>(2), perhaps<float>(3), param<uint64_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<uint32_t>(8)); }},
+	{"embed_f32", [] { embed_f32(buffer<float>(0), buffer<uint8_t>(1), buffer<uint8_t>(2), param<uint64_t>(3), param<uint32_t>(4), param<uint32_t>(5), param<uint32_t>(6)); }},
 	{"attention_f32", [] { attention_f32(buffer<float>(0), perhaps<uint8_t>(1), buffer<float>(2), param<uint64_t>(3), param<uint32_t>(4), param<uint32_t>(5), param<uint32_t>(6), param<uint32_t>(7), param<float>(8)); }},
 };
 
