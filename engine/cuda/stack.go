@@ -66,14 +66,14 @@ type layer func(l *lane, p *place)
 
 // place is where the rows of a block lie on their way through the layers.
 type place struct {
-	rows, width uint64
-	positions   uint64          // rows of an item
-	dtype       tensor.DataType // of x: float32 between two layers
-	x, y        kernels.Address // y is as large, to compute into
-	kept        kernels.Address // the first of the residuals
-	each        uint64          // bytes of a residual
-	depth       uint64          // residuals in use
-	mask        kernels.Address // 0: there is none
+	rows, width      uint64
+	items, positions uint64          // of them, and rows of each
+	dtype            tensor.DataType // of x: float32 between two layers
+	x, y             kernels.Address // y is as large, to compute into
+	kept             kernels.Address // the first of the residuals
+	each             uint64          // bytes of a residual
+	depth            uint64          // residuals in use
+	mask             kernels.Address // 0: there is none
 }
 
 func (p *place) n() kernels.N { return kernels.N(p.rows * p.width) }
@@ -145,7 +145,7 @@ func (c *compiled) bind(m *stack.Model, call engine.Call) (blocks.Bound, error) 
 			launch: func(l *lane, rows, _ int64, at kernels.Address) kernels.Address {
 				each := kernels.Address(size(rows))
 				p := place{
-					rows: uint64(rows) * uint64(positions), positions: uint64(positions), width: uint64(in),
+					rows: uint64(rows) * uint64(positions), items: uint64(rows), positions: uint64(positions), width: uint64(in),
 					x: at, y: at + each, kept: at + 2*each, each: uint64(each), dtype: x.DType,
 				}
 				if m.Mask {
@@ -303,7 +303,7 @@ func attention(_ *compiled, s *stack.Step) layer {
 	}
 	return func(l *lane, p *place) {
 		k := k
-		k.QKV, k.Mask, k.Y, k.Items, k.Positions = p.x, p.mask, p.y, p.rows/p.positions, uint32(p.positions)
+		k.QKV, k.Mask, k.Y, k.Items, k.Positions = p.x, p.mask, p.y, p.items, uint32(p.positions)
 		add(l, k)
 		p.computed(int(k.Width))
 	}
