@@ -210,22 +210,34 @@ static __device__ inline void linear(const float *__restrict__ x, const W *__res
 	// What a thread loads: an input of every 16th row and output. What it computes.
 	uint32_t column = threadIdx.x % depth, begin = threadIdx.x / depth;
 	uint32_t left = threadIdx.x % (side / own) * own, top = threadIdx.x / (side / own) * own;
+	float xn[side / lines], wn[side / lines]; // are loaded while others are multiplied
+	uint32_t half = 0;                        // of xs and ws: others may still read from the other
 	for (uint64_t row0 = (uint64_t)blockIdx.y * side; row0 < rows; row0 += (uint64_t)gridDim.y * side) {
 		for (uint64_t out0 = (uint64_t)blockIdx.x * side; out0 < out; out0 += (uint64_t)gridDim.x * side) {
-			float sum[own][own] = {};
-			for (uint64_t in0 = 0; in0 < in; in0 += depth) {
-				uint64_t k = in0 + column;
+			// Of the rows and outputs here, those before these are there.
+			uint64_t xr = rows - row0, wr = out - out0, step = (uint64_t)lines * in;
+			const float *xp = x + (row0 + begin) * in;
+			const W *wp = w + (out0 + begin) * in;
+			auto load = [&](uint64_t k) {
 #pragma unroll
-				for (uint32_t i = begin; i < begin + side; i += lines) {
-					uint64_t r = row0 + i, o = out0 + i;
+				for (uint32_t i = 0; i < side / lines; i++) {
 					// Behind the last input the product is -0, which leaves any sum as
 					// it is; 0 would turn -0 into 0.
-					xs[column][i] = r < rows && k < in ? x[r * in + k] : 0.0f;
-					ws[column][i] = o < out && k < in ? floats::widen(w[o * in + k]) : -0.0f;
+					xn[i] = begin + i * lines < xr && k < in ? xp[i * step + k] : 0.0f;
+					wn[i] = begin + i * lines < wr && k < in ? floats::widen(wp[i * step + k]) : -0.0f;
+				}
+			};
+			float sum[own][own] = {};
+			load(column);
+			for (uint64_t in0 = 0; in0 < in; in0 += depth, half ^= depth) {
+#pragma unroll
+				for (uint32_t i = 0; i < side / lines; i++) {
+					xs[half + column][begin + i * lines] = xn[i];
+					ws[half + column][begin + i * lines] = wn[i];
 				}
 				__syncthreads();
-				multiply(sum, xs, ws, top, left);
-				__syncthreads();
+				load(in0 + depth + column);
+				multiply(sum, xs + half, ws + half, top, left);
 			}
 #pragma unroll
 			for (uint32_t i = 0; i < own; i++) {
@@ -243,9 +255,10 @@ static __device__ inline void linear(const float *__restrict__ x, const W *__res
 
 // linear_f32 has a tile per block. A sum adds the products in the order of the inputs and
 // nothing else, so its bits do not depend on the number of rows, nor on the tile it is in.
-extern "C" __global__ void linear_f32(const float *__restrict__ x, const uint8_t *__restrict__ w, const float *__restrict__ bias, float *__restrict__ y,
+// Two blocks, which have 128 registers a thread, run on a multiprocessor at once.
+extern "C" __launch_bounds__(256, 2) __global__ void linear_f32(const float *__restrict__ x, const uint8_t *__restrict__ w, const float *__restrict__ bias, float *__restrict__ y,
                                       uint64_t rows, uint32_t in, uint32_t out, uint32_t activation, uint32_t type) {
-	__shared__ __attribute__((aligned(16))) line xs[depth], ws[depth];
+	__shared__ __attribute__((aligned(16))) line xs[2 * depth], ws[2 * depth];
 	switch (type) {
 	case floats::F16: return linear(x, (const floats::f16 *)w, bias, y, rows, in, out, activation, xs, ws);
 	case floats::BF16: return linear(x, (const floats::bf16 *)w, bias, y, rows, in, out, activation, xs, ws);

@@ -29,7 +29,8 @@ var (
 
 func flags(target, isa string) []string {
 	return []string{
-		"-x", "cuda", "--cuda-device-only", "-nocudainc", "-nocudalib",
+		// Where clang finds a toolkit, it writes the newest ISA of that, whatever target-feature says.
+		"-x", "cuda", "--cuda-device-only", "-nocudainc", "-nocudalib", "--cuda-path=/dev/null",
 		"--cuda-gpu-arch=" + target, "-Xclang", "-target-feature", "-Xclang", "+ptx" + strings.ReplaceAll(isa, ".", ""),
 		"-include", "device.h", "-ffp-contract=off", "-O3", "-S",
 	}
@@ -153,7 +154,7 @@ var (
 	// them; .approx and .ftz say what they do.
 	ptxLoose = regexp.MustCompile(`\b(?:add|sub|mul|mad|div|sqrt|rcp)\.f(?:32|64)\b|\.(?:approx|ftz|full)\b|\.extern\b`)
 
-	cuEntry = regexp.MustCompile(`extern "C" __global__ void (\w+)\(([^)]*)\)`)
+	cuEntry = regexp.MustCompile(`extern "C" (?:__launch_bounds__\([^)]*\) )?__global__ void (\w+)\(([^)]*)\)`)
 	cuParam = regexp.MustCompile(`^(?:const )?(\w+ \*?)(?:__restrict__ )?(\w+)$`)
 )
 

@@ -8,6 +8,7 @@
 
 #define __global__
 #define __device__
+#define __launch_bounds__(threads, blocks)
 
 // A block runs on one thread of the host, and one block at a time on each: so a
 // block's shared memory may be the thread's.

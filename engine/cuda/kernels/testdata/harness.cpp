@@ -27,6 +27,7 @@ static void __syncthreads() { swapcontext(running, &turns); }
 #define __global__
 #define __device__
 #define __shared__ static
+#define __launch_bounds__(threads, blocks)
 #include "../kernels.cu"
 
 static std::vector<std::vector<char>> buffers;
