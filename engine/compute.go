@@ -43,7 +43,9 @@ func Compute(ctx context.Context, m Model, params map[string]string, in ...tenso
 func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, take func(bytes int64) error) (out []tensor.Tensor, st Stats, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var feeding sync.WaitGroup
-	feeding.Go(func() { fill(ctx, r, in) })
+	if fill(ctx, r, in, true) {
+		feeding.Go(func() { fill(ctx, r, in, false) })
+	}
 	defer func() {
 		cancel()
 		feeding.Wait()
@@ -78,14 +80,16 @@ func Collect(ctx context.Context, info Info, r Run, in []tensor.Tensor, take fun
 	}
 }
 
-// fill copies the inputs into the blocks of a run. It ends with the last block,
-// or with the run: why that failed is for Next to tell.
-func fill(ctx context.Context, r Run, in []tensor.Tensor) {
+// fill copies the inputs into the blocks of a run, or only into the first one, for which no
+// result need be taken. It ends with the last block, or with the run: why that failed is for
+// Next to tell. It reports whether there is more to fill.
+func fill(ctx context.Context, r Run, in []tensor.Tensor, first bool) (more bool) {
 	for {
 		b, err := r.Borrow(ctx)
 		if err != nil {
-			return
+			return false
 		}
+		more = true
 		for i, mem := range b.In {
 			if mem == nil {
 				continue // not in this block
@@ -94,8 +98,14 @@ func fill(ctx context.Context, r Run, in []tensor.Tensor) {
 			if !b.Whole && b.Rows > 0 {
 				off = b.Row * (int64(len(mem)) / b.Rows)
 			}
-			copy(mem, in[i].Data[off:])
+			if n := copy(mem, in[i].Data[off:]); n > 0 && n == len(in[i].Data[off:]) && !b.Whole {
+				more = false
+			}
 		}
+		done := !more || first && !b.Whole
 		r.Filled(b)
+		if done {
+			return more
+		}
 	}
 }

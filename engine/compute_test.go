@@ -127,3 +127,34 @@ func TestComputeFailsAsOpenAndTheRunDo(t *testing.T) {
 		})
 	}
 }
+
+func TestComputeFillsAllBlocksBesideAnInputWithoutBytes(t *testing.T) {
+	testkit.Start(t)
+	free := []int64{engine.Free, engine.Free}
+	m, err := cpu.RowFunc{
+		Info: engine.Info{
+			Name: "first", Rows: 1, BlockRows: 3, Inputs: []engine.Port{{Name: "x", Shape: free}, {Name: "none", Shape: free}},
+			Outputs: []engine.Port{{Name: "y", Shape: free}},
+		},
+		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) { return []tensor.Desc{in[0].Clone()}, nil },
+		Rows: func(_ context.Context, b cpu.RowBlock) error {
+			copy(b.Out[0], b.In[0])
+			return nil
+		},
+	}.Model(newHost(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	x, err := tensor.Of(testkit.Bytes(7*5, 1), 7, 5)
+	if err != nil {
+		t.Fatal(err)
+	}
+	none, err := tensor.New(tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{7, 0}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	y, err := engine.Compute(t.Context(), m, nil, x, none)
+	if err != nil || !bytes.Equal(y[0].Data, x.Data) {
+		t.Errorf("got %v, %v", y, err)
+	}
+}
