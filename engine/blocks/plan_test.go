@@ -60,6 +60,30 @@ func TestBlocksAreAsLongAsChunksWhereRowsAllowIt(t *testing.T) {
 	}
 }
 
+func TestABoundBlockHasAtMostItsRowsUnlessAChunkIsOfTooMany(t *testing.T) {
+	f32 := func(shape ...int64) tensor.Desc { return tensor.Desc{DType: tensor.Float32, Shape: shape} }
+	for name, c := range map[string]struct {
+		in             tensor.Desc
+		chosen         int64 // by the model
+		most, chunk, n int64
+	}{
+		"no bound":                {f32(10000, 784), 0, 0, mib, mib / 3136},
+		"fewer than would be":     {f32(10000, 784), 0, 50, mib, 50},
+		"more than would be":      {f32(10000, 784), 0, 5000, mib, mib / 3136},
+		"fewer than are chosen":   {f32(10000, 784), 70, 50, mib, 50},
+		"too few for their bytes": {f32(1<<20, 1), 0, 1, mib, 1 << 12},
+	} {
+		t.Run(name, func(t *testing.T) {
+			port := []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}
+			info := engine.Info{Rows: 1, BlockRows: c.chosen, Inputs: port, Outputs: port}
+			p := planOf(t, info, c.in, c.chunk, Bound{Outs: []tensor.Desc{c.in}, MostRows: c.most})
+			if p.blockRows != c.n {
+				t.Errorf("%d rows per block, want %d", p.blockRows, c.n)
+			}
+		})
+	}
+}
+
 func TestALargeTensorNeedsAFewBlocksOnly(t *testing.T) {
 	info := engine.Info{Rows: engine.AllAxes, Inputs: []engine.Port{{Name: "x", Shape: []int64{engine.AnyAxes}}}, Outputs: []engine.Port{{Name: "y", Shape: []int64{engine.AnyAxes}}}}
 	huge := tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{1 << 40}}

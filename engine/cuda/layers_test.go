@@ -210,6 +210,16 @@ func TestItemsWithoutPositionsAreNothing(t *testing.T) {
 	require.Equal(t, tensor.Shape{3, 0, 30}, y[0].Shape)
 }
 
+func TestAMaskHasRoomBehindALaneThatIsFull(t *testing.T) {
+	there, here := both(t, newRig(t), layered["masked"], tensor.Float32)
+	in := inputs(there, tensor.Float32, 32, 91) // x and y of 90 columns, but for 512 bytes 2 MiB
+	want, err := engine.Compute(t.Context(), here, nil, in...)
+	require.NoError(t, err)
+	got, err := engine.Compute(t.Context(), there, nil, in...)
+	require.NoError(t, err)
+	requireNear(t, want[0], got[0], apart[tensor.Float32])
+}
+
 func TestNothingOfAHiddenPositionComesThrough(t *testing.T) {
 	there, _ := both(t, newRig(t), stack.Spec{Mask: true, Layers: []stack.Layer{attention(2, false)}}, tensor.Float32)
 	in := inputs(there, tensor.Float32, 1, 70)
