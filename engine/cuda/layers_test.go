@@ -105,17 +105,28 @@ var layered = map[string]stack.Spec{
 // both make a stack model ready on a device and on the CPU.
 func both(t testing.TB, r *rig, s stack.Spec, d tensor.DataType) (there, here engine.Model) {
 	t.Helper()
+	m := modelOf(t, s, d)
+	there, err := cuda.Stack(r.open(t, r.config(64*mib)), m)
+	require.NoError(t, err)
+	return there, oracle(t, m)
+}
+
+func modelOf(t testing.TB, s stack.Spec, d tensor.DataType) *stack.Model {
+	t.Helper()
 	s.Format, s.Name = 2, "layers"
 	m, err := stack.New(s, weights(d))
 	require.NoError(t, err)
+	return m
+}
+
+// oracle is a stack model on the CPU.
+func oracle(t testing.TB, m *stack.Model) engine.Model {
+	t.Helper()
 	host := cpu.NewHost(cpu.HostConfig{})
 	t.Cleanup(host.Close)
-	here, err = cpu.Stack(host, m)
+	here, err := cpu.Stack(host, m)
 	require.NoError(t, err)
-	h := r.open(t, r.config(64*mib))
-	there, err = cuda.Stack(h, m)
-	require.NoError(t, err)
-	return there, here
+	return here
 }
 
 // inputs are some of a model, float or not.
@@ -187,11 +198,9 @@ func TestEveryLayerIsNearTheCPUsInEveryDataTypeHoweverItIsCut(t *testing.T) {
 func TestAnEncoderPassesTheSuite(t *testing.T) {
 	r := newRig(t)
 	s := encoder()
-	s.Format, s.Name = 2, "encoder"
 	s.Layers = append(s.Layers[:1:1], attention(1, true)) // each barrier of a block costs the fake driver 256 turns
-	m, err := stack.New(s, weights(tensor.Float32))
-	require.NoError(t, err)
-	_, here := both(t, r, s, tensor.Float32)
+	m := modelOf(t, s, tensor.Float32)
+	here := oracle(t, m)
 	enginetest.Run(t, enginetest.Case{
 		New:    closing(t, enginetest.On(r.host, func(h *cuda.Host) (engine.Model, error) { return cuda.Stack(h, m) })),
 		Inputs: inputs(here, tensor.Float32, 12, 5),
