@@ -136,7 +136,9 @@ func TestComputeFillsAllBlocksBesideAnInputWithoutBytes(t *testing.T) {
 			Name: "first", Rows: 1, BlockRows: 3, Inputs: []engine.Port{{Name: "x", Shape: free}, {Name: "none", Shape: free}},
 			Outputs: []engine.Port{{Name: "y", Shape: free}},
 		},
-		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) { return []tensor.Desc{in[0].Clone()}, nil },
+		Outs: func(in []tensor.Desc, _ map[string]string) ([]tensor.Desc, error) {
+			return []tensor.Desc{in[0].Clone()}, nil
+		},
 		Rows: func(_ context.Context, b cpu.RowBlock) error {
 			copy(b.Out[0], b.In[0])
 			return nil
