@@ -16,15 +16,14 @@ import (
 )
 
 // guest is a process that speaks. Two goroutines serve it: one reads, and one has blocks
-// computed, one after the other.
+// computed, in order.
 type guest struct {
 	process *process
 	socket  *net.UnixConn
 	conn    *link.Conn
 	pid     int
 	info    *info
-	answers chan *link.Answer // closed when the link ends
-	idle    chan struct{}     // closed when no block is computed any more
+	idle    chan struct{} // closed when no block is computed any more
 
 	stopping sync.Mutex // guards the three below
 	end      func()     // kills the process; nil without one
@@ -39,19 +38,26 @@ type guest struct {
 	gone  bool            // the link has ended
 	left  error           // it has left the host, and why
 
-	id      uint64       // of the block that it computes; 0 without one
-	block   *blocks.Work // likewise
-	sent    bool         // it was told of it
-	due     time.Time    // for the answer
+	flight []*flight     // the blocks that it computes, the oldest first
+	took   time.Duration // computing the last one
+	due    time.Time     // for the answer to the oldest
+	clock  *time.Timer   // for due
+}
+
+// flight is a block on its way through a guest.
+type flight struct {
+	id      uint64
+	work    *blocks.Work
+	sent    bool         // the guest was told of it
 	unasked bool         // it was told that nobody wants it
-	clock   *time.Timer  // for due
+	answer  *link.Answer // nil before there is one
 }
 
 func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	h := p.host
 	g := &guest{
 		process: p, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool),
-		answers: make(chan *link.Answer, 1), idle: make(chan struct{}),
+		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
 	g.clock = time.AfterFunc(time.Hour, g.overdue)
@@ -115,7 +121,6 @@ func (g *guest) talk() (err error) {
 		h.more.Broadcast()
 		h.mu.Unlock()
 		g.clock.Stop()
-		close(g.answers)
 		if !working {
 			close(g.idle)
 		}
@@ -150,13 +155,11 @@ func (g *guest) talk() (err error) {
 				return err
 			}
 			working = true
-			go g.work() // ends when answers is closed; idle says so
+			go g.work() // ends when the link does; idle says so
 			g.process.tell(nil)
 		case *link.Answer:
-			select {
-			case g.answers <- m:
-			default:
-				return fmt.Errorf("%w: an answer that nobody waits for", link.ErrMessage)
+			if err := g.answered(m); err != nil {
+				return err
 			}
 		case *link.Kept:
 			if err := h.keep(m.JSON); err != nil {
@@ -168,49 +171,68 @@ func (g *guest) talk() (err error) {
 	}
 }
 
+// answered notes the answer to a block.
+func (g *guest) answered(a *link.Answer) error {
+	h := g.process.host
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID && f.answer == nil })
+	if at < 0 {
+		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
+	}
+	g.flight[at].answer = a
+	h.more.Broadcast()
+	return nil
+}
+
 // work has blocks computed. The results of one are passed on while the next is computed.
 func (g *guest) work() {
 	defer close(g.idle)
 	h := g.process.host
 	for pass := (func())(nil); ; {
-		w := g.next(pass == nil)
-		if w == nil && pass == nil {
-			return
-		}
-		sent := w != nil && g.send(w)
-		if pass != nil {
+		switch f := g.next(pass == nil); {
+		case f != nil && f.answer == nil:
+			g.send(f)
+		case f != nil:
+			r, err := h.accept(g, f.work, f.answer)
+			if err != nil {
+				g.stop(err) // the block stays among what it may touch
+				h.mu.Lock()
+				for !g.gone {
+					h.more.Wait()
+				}
+				h.mu.Unlock()
+				return
+			}
+			g.land(f, r.times.Compute)
+			pass = func() { g.pass(f.work, r) }
+		case pass != nil:
 			pass()
 			pass = nil
-		}
-		if !sent {
-			continue
-		}
-		a, ok := <-g.answers
-		if !ok {
+		default:
 			return
 		}
-		var r result
-		err := fmt.Errorf("%w: an answer to block %d, which is not computed", link.ErrMessage, a.ID)
-		if a.ID == g.id {
-			r, err = h.accept(g, w, a)
-		}
-		if err != nil {
-			g.stop(err) // w stays among what it may touch
-			for range g.answers {
-			}
-			return
-		}
-		g.rest()
-		pass = func() { g.pass(w, r) }
 	}
 }
 
-// rest notes that the guest computes nothing.
-func (g *guest) rest() {
-	g.process.host.mu.Lock()
-	defer g.process.host.mu.Unlock()
-	g.unwind()
-	g.block, g.id, g.sent, g.unasked = nil, 0, false, false
+// land notes that the guest has computed a block. That is due from it next, which it has been
+// told about before, as soon as if it had begun only now.
+func (g *guest) land(f *flight, took time.Duration) {
+	h := g.process.host
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	oldest := g.flight[0] == f
+	g.flight = slices.DeleteFunc(g.flight, func(other *flight) bool { return other == f })
+	g.took = took
+	switch {
+	case len(g.flight) == 0:
+		g.unwind()
+	case !oldest:
+	case !g.flight[0].unasked:
+		g.wind(h.cfg.block)
+	case !f.unasked: // else those of a run share the time
+		g.wind(h.cfg.obey)
+	}
 }
 
 // pass passes results on.
@@ -234,33 +256,49 @@ func (g *guest) pass(w *blocks.Work, r result) {
 	w.Done(r.err, r.times)
 }
 
-// next takes the next block for the guest, nil if there is none: where it may wait, only
-// when the guest has left. Runs that have ended are told before.
-func (g *guest) next(wait bool) *blocks.Work {
+// next returns a block that was answered, or takes the next one for the guest. It returns nil
+// if there is neither: where it may wait, only when the guest has left. Where it may not, it
+// looks for no answers. Runs that have ended are told before.
+func (g *guest) next(wait bool) *flight {
 	h := g.process.host
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	for {
-		if g.gone {
+		at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.answer != nil })
+		idle := len(g.flight) == 0
+		switch {
+		case at >= 0 && wait:
+			return g.flight[at]
+		case g.gone:
 			return nil
-		}
-		if len(g.tells) > 0 {
+		case len(g.tells) > 0:
 			m := g.tells[0]
 			g.tells = g.tells[1:]
-			g.wind(h.cfg.obey)
+			if idle {
+				g.wind(h.cfg.obey)
+			}
 			h.mu.Unlock()
 			_ = g.conn.Send(m) // an error is Recv's too
 			h.mu.Lock()
-			g.unwind()
+			if idle {
+				g.unwind()
+			}
 			continue
 		}
-		w := g.queue.Pop()
-		if w == nil {
-			w = h.pop()
+		var w *blocks.Work
+		if idle || len(g.flight) < g.info.Blocks && g.took < aheadWithin && h.waiting == 0 {
+			if w = g.queue.Pop(); w == nil {
+				w = h.pop()
+			}
 		}
 		switch {
 		case w == nil && !wait:
 			return nil
+		case w == nil && idle:
+			h.waiting++
+			h.more.Wait()
+			h.waiting--
+			continue
 		case w == nil:
 			h.more.Wait()
 			continue
@@ -278,17 +316,18 @@ func (g *guest) next(wait bool) *blocks.Work {
 			g.queue.Append(&rest)
 		}
 		g.begun = append(g.begun, w)
-		g.block, g.id = w, h.blockIDs.Add(1)
-		return w
+		f := &flight{id: h.blockIDs.Add(1), work: w}
+		g.flight = append(g.flight, f)
+		return f
 	}
 }
 
-// send tells the guest of the block that next has taken. It reports whether an answer is
-// to be waited for, else the block has ended.
-func (g *guest) send(w *blocks.Work) bool {
-	h, p := g.process.host, w.Program.(*program)
-	run := w.Context()
-	m, err := h.message(g.id, w)
+// send tells the guest of the block that next has taken. Where that fails, the block has ended,
+// or does with the link.
+func (g *guest) send(f *flight) {
+	h, p := g.process.host, f.work.Program.(*program)
+	run := f.work.Context()
+	m, err := h.message(f.id, f.work)
 	h.mu.Lock()
 	fresh := !g.runs[p.run]
 	h.mu.Unlock()
@@ -302,28 +341,29 @@ func (g *guest) send(w *blocks.Work) bool {
 		}
 	}
 	if err != nil {
-		g.rest()
-		g.pass(w, result{err: err, release: func() {}})
-		return false
+		g.land(f, aheadWithin)
+		g.pass(f.work, result{err: err, release: func() {}})
+		return
 	}
 	h.mu.Lock()
 	g.runs[p.run] = true
-	g.wind(h.cfg.block) // from now on: a guest may not read
+	if g.flight[0] == f {
+		g.wind(h.cfg.block) // from now on: a guest may not read
+	}
 	h.mu.Unlock()
 	if fresh {
 		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
 	}
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
-		return true // until the link ends
+		return
 	}
 	h.mu.Lock()
-	g.sent = true
+	f.sent = true
 	h.mu.Unlock()
 	if run.Err() != nil {
 		g.cancel(run)
 	}
-	return true
 }
 
 // wind has the answer, or that the guest reads, be due in a while; the host's mu is held.
@@ -351,18 +391,25 @@ func (g *guest) leaveRun(run context.Context, id uint64) {
 	}
 }
 
-// cancel says that the block of a run is not wanted any more, if it is computed.
+// cancel says that the blocks of a run are not wanted any more, if they are computed.
 func (g *guest) cancel(run context.Context) {
 	h := g.process.host
 	h.mu.Lock()
-	on := g.block != nil && !g.due.IsZero() && g.block.Context() == run && !g.unasked
-	id, sent := g.id, g.sent
-	if on {
-		g.unasked = sent // else send comes here again
-		g.wind(h.cfg.obey)
+	var told []uint64
+	for i, f := range g.flight {
+		if f.work.Context() != run || f.unasked {
+			continue
+		}
+		if f.sent { // else send comes here again
+			f.unasked = true
+			told = append(told, f.id)
+		}
+		if i == 0 && !g.due.IsZero() {
+			g.wind(h.cfg.obey)
+		}
 	}
 	h.mu.Unlock()
-	if on && sent {
+	for _, id := range told {
 		_ = g.conn.Send(&link.Cancel{Head: link.Head{ID: id}}) // an error is Recv's too
 	}
 }
@@ -372,7 +419,7 @@ func (g *guest) overdue() {
 	h := g.process.host
 	h.mu.Lock()
 	late, why := !g.due.IsZero() && !time.Now().Before(g.due), fmt.Errorf("a block took more than %v", h.cfg.block)
-	if g.unasked {
+	if len(g.flight) > 0 && g.flight[0].unasked {
 		why = fmt.Errorf("it went on for %v with a block that was cancelled", h.cfg.obey)
 	}
 	h.mu.Unlock()

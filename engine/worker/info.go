@@ -11,6 +11,7 @@ import (
 type info struct {
 	described
 	Stateful   bool        `json:"stateful"`
+	Blocks     int         `json:"blocks"` // it takes at a time; 0 is 1
 	Error      string      `json:"error"`
 	Companions []described `json:"companions"` // named after what they do
 }
@@ -38,6 +39,7 @@ func parseInfo(name string, text []byte) (*info, error) {
 			return nil, err
 		}
 	}
+	i.Blocks = min(i.Blocks, mostAhead)
 	return &i, i.check(name)
 }
 

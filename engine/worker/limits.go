@@ -19,6 +19,11 @@ const (
 	pauseFirst = 100 * time.Millisecond
 	pauseMost  = 10 * time.Second
 	healthy    = time.Minute
+	// mostAhead is how many blocks a guest may have at a time that says how many it takes.
+	// More than one it has only while the last took less than aheadWithin: to end one that
+	// nobody wants it has to compute those before it, and a closed run waits 5 s.
+	mostAhead   = 8
+	aheadWithin = time.Second
 	// endWait is how long a process may take to tear its model down.
 	endWait = 5 * time.Second
 	// saveWait is how long one may take that writes what it has learned: gigabytes to a disk.

@@ -6,7 +6,7 @@ import (
 	"unicode"
 )
 
-// says logs a line, with the call that is computed.
+// says logs a line, with the call that is computed: of several blocks, that of the oldest.
 func (p *process) says(line string) {
 	if line = clean(line); line == "" {
 		return
@@ -14,8 +14,8 @@ func (p *process) says(line string) {
 	call := ""
 	p.host.mu.Lock()
 	p.last = line
-	if g := p.guest; g != nil && g.block != nil {
-		call = g.block.Program.(*program).call
+	if g := p.guest; g != nil && len(g.flight) > 0 {
+		call = g.flight[0].work.Program.(*program).call
 	}
 	p.host.mu.Unlock()
 	if !p.allow() {

@@ -121,6 +121,7 @@ type Host struct {
 	// companionsNext: the last block was of the model.
 	companionsNext bool
 	guests         map[*guest]struct{} // that are ready
+	waiting        int                 // of these, how many have nothing to compute
 	info           *info               // as the first guest said
 	closed         bool
 	kept           kept // by the process, between calls
