@@ -71,13 +71,13 @@ def does(x, call):
         from tensorferry import _wire as wire
 
         link = call._worker.link
-        link.send(wire.encode(wire.ANSWER, call._worker.block, outputs=[{"dtype": 6, "shape": list(x.shape), "range": (1, 1 << 20, 8)}]))
+        link.send(wire.encode(wire.ANSWER, call._worker.block.id, outputs=[{"dtype": 6, "shape": list(x.shape), "range": (1, 1 << 20, 8)}]))
         time.sleep(60)
     elif what == "twice":
         from tensorferry import _wire as wire
 
         for _ in range(3):
-            call._worker.link.send(wire.encode(wire.ANSWER, call._worker.block, code=2, json=b"{}"))
+            call._worker.link.send(wire.encode(wire.ANSWER, call._worker.block.id, code=2, json=b"{}"))
     elif what == "scribble":  # over all that it has mapped
         for m in call._worker.link.memories.values():
             m.map[:] = b"\xee" * m.size

@@ -365,17 +365,18 @@ def _of_torch(x: Any) -> Source:
     if not strided or x.device.type == "meta":
         raise TypeError(f"a {x.layout} tensor on {x.device} cannot be sent; make it dense first")
     source = Source(number, tuple(x.shape), like, 0, x)
-    source.copy = lambda address: _write_torch(x, address)
+    source.copy = lambda address: write_torch(x, address)
     return source
 
 
-def _write_torch(x: Any, address: int) -> None:
+def write_torch(x: Any, address: int, non_blocking: bool = False) -> None:
+    """Copy a tensor to an address: with non_blocking as torch's copy_, perhaps after the return."""
     import torch
 
     if x.numel():
         buffer = (ctypes.c_ubyte * (x.numel() * x.element_size())).from_address(address)
         with torch.no_grad():
-            torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x)
+            torch.frombuffer(buffer, dtype=x.dtype).view(x.shape).copy_(x, non_blocking=non_blocking)
 
 
 # Results.

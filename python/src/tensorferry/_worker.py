@@ -1,13 +1,14 @@
 """Computes blocks of one model for a tensorferry server: the guest of docs/link.md in the role of a worker.
 
-One thread reads, computes and answers. Inputs are views of memory that the server lends until the answer; results are
-copied into such memory once, or not at all where they lie there already.
+One thread reads, computes and answers; for a model on a GPU another answers (_device). Inputs are views of memory that
+the server lends until the answer; results are copied into such memory once, or not at all where they lie there already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import inspect
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import Any, Callable, Optional
 
 from . import _tensor as tensors
 from . import _wire as wire
+from ._device import BLOCKS, Device
 from ._errors import LinkError, ResourceExhausted
 from ._link import Link, Memory, Range
 from ._model import Call, ModelError, Prepared, find, named_results, prepare
@@ -30,6 +32,25 @@ EXHAUSTED = 8  # one of gRPC's codes
 _STAND_INS = ("uint8", "uint16")  # what numpy has for data types that it lacks
 
 
+@dataclasses.dataclass
+class Block:
+    """A block that is computed, and what it holds until its answer."""
+
+    id: int
+    begin: int  # in nanoseconds
+    made: list[Range] = dataclasses.field(default_factory=list)  # for its results, by address
+    named: list[Range] = dataclasses.field(default_factory=list)  # of these, what the answer names
+    outputs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    code: int = 0
+    says: bytes = b""
+    keep: list[Any] = dataclasses.field(default_factory=list)  # what copies on a device read and write
+    event: Any = None  # their end
+
+    def fail(self, err: Exception) -> None:
+        self.outputs = []
+        self.code, self.says = failure(err)
+
+
 class Worker:
     """Serves one model over one link, from one thread."""
 
@@ -37,10 +58,10 @@ class Worker:
         sock.set_inheritable(False)
         self.link = Link(sock, "worker", timeout=HELLO_SECONDS)
         self.runs: dict[int, Any] = {}  # Call, or the exception that refuses it
-        self.block = 0  # that is computed
+        self.block = Block(0, 0)  # that is computed
         self.unwanted = False
-        self.made: list[Range] = []  # for the block's results, by address
-        self.named: list[Range] = []  # of these, what the answer names
+        self.device: Optional[Device] = None  # of a model on a GPU that does not train
+        self.pins = True  # CUDA has not refused to register memory
         self.model: Prepared  # whose block is computed
         self.models: list[Prepared] = []  # that one, and its companions
         self.training: Any = None
@@ -57,8 +78,12 @@ class Worker:
         self.model, self.models, self.training = model, [model, *model.companions], model.training
         if self.training is not None:
             self.training.room = int(self.link.host.get("memory", 0)) // 2
-        with contextlib.suppress(LinkError):
-            self.link.send(wire.encode(wire.READY, json=wire.to_json(model.ready())))
+        ready = model.ready()
+        if self.device is not None:
+            ready["blocks"] = BLOCKS
+        device = contextlib.closing(self.device) if self.device else contextlib.nullcontext()
+        with contextlib.suppress(LinkError), device:
+            self.link.send(wire.encode(wire.READY, json=wire.to_json(ready)))
             while True:
                 deadline = None if self.training is None else self.training.tidy()
                 self.tell()
@@ -99,29 +124,34 @@ class Worker:
             link.trim()
 
     def run(self, message: dict[str, Any]) -> None:
-        self.block, self.unwanted = message["id"], False
+        block = self.block = Block(message["id"], time.perf_counter_ns())
+        self.unwanted = False
         self.model = self.models[message["model"]]
-        begin = time.perf_counter_ns()
-        outputs: list[dict[str, Any]] = []
-        code, says = 0, b""
         try:
-            outputs = self.compute(message)
-        except LinkError:
-            raise
-        except Exception as err:
-            code, says = failure(err)
-            self.named.clear()
-        nanos = time.perf_counter_ns() - begin
-        for answered in self.named:
-            answered.disown()
-        self.named.clear()
-        self.made.clear()
-        self.block = 0
+            block.outputs = self.compute(block, message)
+        except Exception as err:  # at the end of the link the answer says so
+            block.fail(err)
+        if self.device is not None:
+            self.device.follow(block)
+        else:
+            self.answer(block, time.perf_counter_ns() - block.begin)
+
+    def answer(self, block: Block, nanos: int) -> None:
+        """Hands the results over, or says why there are none."""
+        if not block.code:
+            for answered in block.named:
+                answered.disown()
+        for held in (block.named, block.made, block.keep):
+            held.clear()
         if self.training is not None and self.training.bytes > self.told["kept"]:
             self.tell()  # first: it is charged before another call is admitted
-        self.link.send(wire.encode(wire.ANSWER, message["id"], code=code, nanos=nanos, outputs=outputs, json=says))
+        self.link.send(
+            wire.encode(
+                wire.ANSWER, block.id, code=block.code, nanos=nanos, outputs=block.outputs, json=block.says
+            )
+        )  # fmt: skip
 
-    def compute(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def compute(self, block: Block, message: dict[str, Any]) -> list[dict[str, Any]]:
         model = self.model
         call = self.runs.get(message["run"])
         if call is None:
@@ -129,6 +159,8 @@ class Worker:
         if isinstance(call, Exception):
             raise call
         call.row, call.rows = message["row"], message["rows"]
+        if self.device is not None and self.cancelled():  # while it waited for others
+            raise ModelError("the call was cancelled")
         given: dict[str, Any] = {}
         places: list[tuple[int, wire.Extent]] = []  # of inputs: results may lie there
         for (name, port), placed in zip(model.inputs.items(), message["inputs"]):
@@ -137,14 +169,16 @@ class Worker:
             if extent.length:
                 memory = self.link.locate(extent)
                 self.pin(memory)
+                block.keep.append(memory)
                 buffer = (ctypes.c_ubyte * extent.length).from_buffer(memory.map, extent.offset)
                 places.append((memory.base + extent.offset, extent))
-            x = tensors.view(model.like, placed["dtype"], tuple(placed["shape"]), buffer)
+            like = model.like if self.device is None else model.like._replace(device=None)
+            x = tensors.view(like, placed["dtype"], tuple(placed["shape"]), buffer)
             if isinstance(x, tensors.Tensor) and model.like.kind != "tensor":
                 raise ModelError(f"input {name} is {x.dtype}, which this {model.like.kind} does not have")
             if model.like.kind == "numpy" and port.whole and model.rows:
                 x.flags.writeable = False  # other blocks read it
-            given[name] = x
+            given[name] = x if self.device is None else self.device.bring(block, x)
         more = {"call": call} if model.wants_call else {}
         with model.mode():
             said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
@@ -159,7 +193,7 @@ class Worker:
             widest = max((e.length for _, e in places), default=0)
             if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
                 places = []
-            return [self.place(s, number, places) for s, number in sources]
+            return [self.place(block, s, number, places) for s, number in sources]
 
     def finish(self, said: Any) -> Any:
         """Runs what an async model returned to its end. A cancelled call cancels it."""
@@ -218,7 +252,9 @@ class Worker:
                 return source, number
         return source, source.dtype
 
-    def place(self, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]]) -> dict[str, Any]:
+    def place(
+        self, block: Block, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]]
+    ) -> dict[str, Any]:
         """Says where a result lies: in the input, in a range of call.empty, or in one that it is copied to."""
         n, at, extent = source.nbytes, source.address, wire.NOWHERE
         said = {"dtype": number, "shape": source.shape}
@@ -226,20 +262,22 @@ class Worker:
             for base, e in places:
                 if at and base <= at and at + n <= base + e.length:
                     return {**said, "range": wire.Extent(e.memory, e.offset + at - base, n)}
-            mine = next((r for r in self.made if r.address == at and r not in self.named), None)
+            mine = next((r for r in block.made if r.address == at and r not in block.named), None)
+            to = mine or self.link.take(n, TAKE_SECONDS)
+            block.named.append(to)
             if mine is None:
-                mine = self.link.take(n, TAKE_SECONDS)
-                self.pin(mine.memory)
-                source.write(mine.address)
-            self.named.append(mine)
-            extent = mine.extent(n)
+                self.pin(to.memory)
+                if self.device is None or not self.device.fetch(block, source.keep, to.address):
+                    source.write(to.address)
+            extent = to.extent(n)
         return {**said, "range": extent}
 
     def pin(self, memory: Memory) -> None:
         """Registers memory with CUDA if the model is on a GPU: its copies need no other memory then."""
         device = self.model.like.device
-        if memory.unpin is None and device is not None and str(device).startswith("cuda"):
+        if self.pins and memory.unpin is None and device is not None and str(device).startswith("cuda"):
             memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
+            self.pins = memory.unpin is not None
 
     # What a Call uses.
 
@@ -250,7 +288,7 @@ class Worker:
         buffer: Any = bytearray()
         if n:
             made = self.link.take(n, TAKE_SECONDS)
-            self.made.append(made)
+            self.block.made.append(made)
             buffer = made.export(n)
         return tensors.view(tensors.Like(self.model.like.kind), number, whole, buffer)
 
@@ -261,17 +299,17 @@ class Worker:
                 with link._reading:
                     link._receive(None)
             self.unwanted = link.dead is not None or any(
-                m["kind"] == wire.CANCEL and m["id"] == self.block for m in link.inbox
+                m["kind"] == wire.CANCEL and m["id"] == self.block.id for m in link.inbox
             )
         return self.unwanted
 
 
-def pinned(cudart: Any, address: int, size: int) -> Callable[[], object]:
-    """Page-locks memory for as long as the link knows it, and returns what undoes that."""
+def pinned(cudart: Any, address: int, size: int) -> Optional[Callable[[], object]]:
+    """Page-locks memory for as long as the link knows it, and returns what undoes that; None if it is refused."""
     code = int(cudart.cudaHostRegister(address, size, 0))
     if code:
-        print(f"{size} bytes of shared memory are not page-locked: CUDA error {code}; copies to the GPU are slower")
-        return lambda: None
+        print(f"shared memory is not page-locked: CUDA error {code} for {size} bytes; copies to the GPU are slower")
+        return None
     return lambda: cudart.cudaHostUnregister(address)
 
 
@@ -298,7 +336,11 @@ def load(
 ) -> Prepared:
     """Makes the model ready. Where that fails, the server is told, and the exception goes on."""
     try:
-        return prepare(find(target) if isinstance(target, str) else target, declarations, training)
+        model = prepare(find(target) if isinstance(target, str) else target, declarations, training)
+        device = model.like.device
+        if device is not None and str(device).startswith("cuda") and model.training is None:
+            worker.device = Device(sys.modules["torch"], device, worker.answer)
+        return model
     except BaseException as err:
         with contextlib.suppress(LinkError):
             worker.refuse(err)

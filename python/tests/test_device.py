@@ -1,0 +1,301 @@
+"""A torch model on a GPU: copies overlap what is computed. torch and the GPU are stand-ins, in gpu.py."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import io
+import itertools
+import mmap
+import os
+import queue
+import socket
+import sys
+import threading
+import unittest
+import unittest.mock
+from typing import Any, Callable, Optional
+
+import tensorferry as tf
+from gpu import WAIT, Gpu
+from support import pattern, program
+from tensorferry import _tensor
+from tensorferry import _wire as wire
+from tensorferry._device import BLOCKS
+from tensorferry._version import PROGRAM_VERSION
+from tensorferry._worker import Worker, load
+
+SIZE = 64  # bytes of a block
+PLACE = 4096  # bytes: there are PLACES of them in memory 1, of inputs, and in memory 2, of results
+PLACES = 16
+# Which of the streams do at once what they are given.
+EAGER = [" ".join(names) for n in range(4) for names in itertools.combinations(("into", "main", "back"), n)]
+
+
+def plus(n: int) -> Callable[[int], int]:
+    return lambda b: (b + n) & 255
+
+
+class Host:
+    """The other end of a worker's link. A thread reads it: what it answers is seen, and written over, at once."""
+
+    def __init__(self, test: unittest.TestCase, gpu: Gpu, model: Any) -> None:
+        self.gpu = gpu
+        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        hello = {"link": wire.LINK, "version": PROGRAM_VERSION, "memory": 1 << 20}
+        self.sock.send(wire.encode(wire.HELLO, json=wire.to_json(hello)))
+        self.memory = {id: self.share(id) for id in (1, 2)}
+        self.ready: dict[str, Any] = {}
+        self.message = ""  # of the last failure
+        self.given: list[Any] = []  # that did not come back
+        self.answers: queue.Queue[tuple[int, Optional[bytes]]] = queue.Queue()
+        self.worker = Worker(theirs)
+        self.model = load(self.worker, model, {"array": "torch", "device": "cuda", "rows": 1})
+        self.threads = [threading.Thread(target=f) for f in (self.read, self.serve)]
+        for thread in self.threads:
+            thread.start()
+        test.addCleanup(self.end)
+
+    def share(self, id: int) -> mmap.mmap:
+        fd = os.memfd_create("memory")
+        os.truncate(fd, PLACES * PLACE)
+        memory = wire.encode(wire.MEMORY, id, bytes=PLACES * PLACE)
+        self.sock.sendmsg([memory], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+        mapped = mmap.mmap(fd, PLACES * PLACE)
+        os.close(fd)
+        return mapped
+
+    def serve(self) -> None:
+        self.worker.serve(self.model)
+        self.worker.link.close()
+
+    def end(self) -> None:
+        self.gpu.gate.set()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        for thread in (*self.threads, self.worker.device.thread):
+            thread.join(WAIT)
+            assert not thread.is_alive()
+        self.sock.close()
+
+    def read(self) -> None:
+        places = itertools.cycle(range(PLACES))
+        while packet := self.sock.recv(wire.PACKET_BYTES):
+            m = wire.decode(packet)
+            if m["kind"] == wire.TAKE:
+                self.given.append(wire.Extent(2, next(places) * PLACE, PLACE))
+                self.sock.send(wire.encode(wire.GIVE, m["id"], ranges=self.given[-1:]))
+            elif m["kind"] == wire.GIVE:
+                for extent in m["ranges"]:
+                    self.given.remove(extent)
+            elif m["kind"] == wire.READY:
+                self.ready = wire.from_json(m["json"])
+            elif m["kind"] == wire.ANSWER:
+                self.answers.put((m["id"], self.result(m)))
+
+    def result(self, answer: dict[str, Any]) -> Optional[bytes]:
+        """The bytes of an answer. Its memory and that of its input are another's then."""
+        at = answer["id"] % PLACES * PLACE
+        self.memory[1][at : at + PLACE] = b"\xdd" * PLACE
+        if answer["code"]:
+            self.message = wire.from_json(answer["json"])["message"]
+            return None
+        (output,) = answer["outputs"]
+        _, at, n = output["range"]
+        self.given.remove((2, at, PLACE))
+        result = bytes(self.memory[2][at : at + n])
+        self.memory[2][at : at + PLACE] = b"\xdd" * PLACE
+        return result
+
+    def run(self, id: int, data: bytes) -> None:
+        at = id % PLACES * PLACE
+        self.memory[1][at : at + len(data)] = data
+        placed = {"dtype": 6, "shape": (len(data),), "range": wire.Extent(1, at, len(data))}
+        self.sock.send(wire.encode(wire.RUN, id, run=1, rows=len(data), inputs=[placed], json=b"{}"))
+
+    def answer(self) -> tuple[int, Optional[bytes]]:
+        return self.answers.get(timeout=WAIT)
+
+    def compute(self, n: int, f: Callable[[int], int]) -> None:
+        """Has n blocks computed, as many at a time as the worker takes."""
+        inputs = {id: bytes((b + id) & 255 for b in pattern(SIZE)) for id in range(1, n + 1)}
+        for id in range(1, n + 1 + BLOCKS):
+            if id > BLOCKS:
+                got, want = self.answer(), (id - BLOCKS, bytes(map(f, inputs[id - BLOCKS])))
+                assert got == want, (got, want)
+            if id <= n:
+                self.run(id, inputs[id])
+
+
+class Overlap(unittest.TestCase):
+    def gpu(self, eager: str = "") -> Gpu:
+        gpu = Gpu(_tensor.address_of, eager)
+        patch = unittest.mock.patch.dict(sys.modules, torch=gpu.torch())
+        patch.start()
+        self.addCleanup(patch.stop)
+        return gpu
+
+    def test_all_bytes_are_right_however_the_streams_run(self) -> None:
+        for eager in EAGER:
+            with self.subTest(eager=eager):
+                Host(self, self.gpu(eager), lambda x: x.map(plus(1))).compute(12, plus(1))
+
+    def test_a_model_may_return_the_same_memory_for_each_block(self) -> None:
+        for eager in EAGER:
+            with self.subTest(eager=eager):
+                gpu = self.gpu(eager)
+                y = gpu.empty((SIZE,), SIZE)
+                Host(self, gpu, lambda x, y=y: x.map(plus(1), y)).compute(12, plus(1))
+
+    def test_a_model_may_keep_its_input(self) -> None:
+        for eager in EAGER:
+            kept: list[Any] = []
+
+            def model(x: Any, kept: list[Any] = kept) -> Any:
+                kept.append(x)
+                return kept.pop(0).map(plus(0)) if len(kept) > 1 else x.map(plus(0))
+
+            with self.subTest(eager=eager):
+                host = Host(self, self.gpu(eager), model)
+                for id in range(1, 10):
+                    host.run(id, bytes([id]) * SIZE)
+                got = [host.answer() for _ in range(9)]
+                self.assertEqual(got, [(n, bytes([max(1, n - 1)]) * SIZE) for n in range(1, 10)])
+
+    def test_blocks_are_begun_while_others_are_on_the_device(self) -> None:
+        gpu, begun = self.gpu(), threading.Semaphore(0)
+        gpu.gate.clear()
+
+        def model(x: Any) -> Any:
+            begun.release()
+            return x.map(plus(1))
+
+        host = Host(self, gpu, model)
+        for id in range(1, BLOCKS + 1):
+            host.run(id, bytes([id]) * SIZE)
+        for _ in range(BLOCKS):
+            self.assertTrue(begun.acquire(timeout=WAIT))
+        self.assertTrue(gpu.waits.acquire(timeout=WAIT))
+        self.assertTrue(host.answers.empty())
+        self.assertEqual(host.ready["blocks"], BLOCKS)
+        gpu.gate.set()
+        self.assertEqual([host.answer() for _ in range(3)], [(n, bytes([n + 1]) * SIZE) for n in (1, 2, 3)])
+
+    def test_a_failure_is_that_of_its_block_and_is_answered_after_its_copies(self) -> None:
+        for eager in EAGER:
+            with self.subTest(eager=eager):
+                gpu = self.gpu(eager)
+                gpu.gate.clear()
+
+                def model(x: Any) -> Any:
+                    if x.shape == (1,):
+                        raise tf.ModelError("no such weather")
+                    return x.map(plus(1))
+
+                host = Host(self, gpu, model)
+                for id, data in {1: b"a", 2: b"\1", 3: b"c"}.items():
+                    host.run(id, data * (1 if id == 2 else SIZE))
+                self.assertTrue(gpu.waits.acquire(timeout=WAIT))
+                self.assertTrue(host.answers.empty())
+                gpu.gate.set()
+                self.assertEqual([host.answer() for _ in range(3)], [(1, b"b" * SIZE), (2, None), (3, b"d" * SIZE)])
+                self.assertEqual(host.message, "no such weather")
+
+    def test_what_a_kernel_breaks_fails_its_block_and_those_after_it(self) -> None:
+        gpu = self.gpu()
+        gpu.gate.clear()
+
+        def model(x: Any) -> Any:
+            def kernel(b: int) -> int:
+                if b == 2:
+                    gpu.lost = True
+                    raise RuntimeError("CUDA error: an illegal memory access")
+                return b
+
+            return x.map(kernel)
+
+        host = Host(self, gpu, model)
+        for id in (1, 2, 3):
+            host.run(id, bytes([id]) * SIZE)
+        gpu.gate.set()
+        self.assertEqual([host.answer() for _ in range(3)], [(1, b"\1" * SIZE), (2, None), (3, None)])
+        self.assertIn("RuntimeError in the model's code", host.message)
+        host.run(4, b"\4")  # nothing is begun any more
+        self.assertEqual(host.answer(), (4, None))
+        host.run(5, b"\5")
+        self.assertEqual(host.answer(), (5, None))
+        gc.collect()
+        host.worker.link.trim()
+        host.end()
+        self.assertEqual(host.given, [])
+
+    def test_a_block_is_not_computed_that_was_cancelled_while_it_waited(self) -> None:
+        gpu, computed, go = self.gpu(), [], threading.Event()
+
+        def model(x: Any) -> Any:
+            computed.append(x.shape[0])
+            self.assertTrue(go.wait(WAIT))
+            return x.map(plus(1))
+
+        host = Host(self, gpu, model)
+        host.run(1, b"a")
+        host.run(2, b"bb")
+        host.sock.send(wire.encode(wire.CANCEL, 2))
+        host.run(3, b"ccc")
+        go.set()
+        self.assertEqual([host.answer() for _ in range(3)], [(1, b"b"), (2, None), (3, b"ddd")])
+        self.assertEqual(computed, [1, 3])
+
+    def test_memory_stays_registered_until_the_last_copy(self) -> None:
+        gpu = self.gpu()
+        gpu.gate.clear()
+        host = Host(self, gpu, lambda x: x.map(plus(1)))
+        host.run(1, bytes(SIZE))
+        self.assertTrue(gpu.waits.acquire(timeout=WAIT))
+        for id in (1, 2):
+            host.sock.send(wire.encode(wire.FORGET, id))
+        host.sock.shutdown(socket.SHUT_WR)
+        host.threads[1].join(0.2)
+        self.assertTrue(host.threads[1].is_alive(), "it waits for the copy")
+        self.assertEqual(sorted(gpu.registered.values()), [PLACES * PLACE] * 2)
+        gpu.gate.set()
+        host.end()
+        gc.collect()
+        self.assertEqual(host.memory[2][:SIZE], b"\1" * SIZE)
+        self.assertEqual((gpu.registered, gpu.early), ({}, []))
+
+    def test_a_refused_registration_is_said_once(self) -> None:
+        gpu, said = self.gpu(), io.StringIO()
+        gpu.refuses = 801
+        with contextlib.redirect_stdout(said):
+            host = Host(self, gpu, lambda x: x.map(plus(1)))
+            host.compute(5, plus(1))
+        self.assertEqual(said.getvalue().count("CUDA error 801"), 1)
+
+    def test_what_is_not_on_the_device_is_copied_at_once(self) -> None:
+        gpu = self.gpu()
+
+        def model(x: Any) -> Any:
+            y = x.map(plus(1))
+            y.device = type(y.device)("cuda:1")
+            return y
+
+        Host(self, gpu, model).compute(5, plus(1))
+        Host(self, self.gpu(), lambda x: bytes(SIZE)).compute(2, lambda b: 0)
+
+    def test_through_a_server(self) -> None:
+        program()
+        for eager in ("", "into main back"):
+            gpu = self.gpu(eager)
+            with tf.serve(
+                lambda x: x.map(plus(1)), port=0, name="m", array="torch", device="cuda", rows=1, block_rows=100
+            ) as server, tf.connect(server.address) as client:  # fmt: skip
+                data = pattern(100_000)
+                self.assertEqual(bytes(client.compute("m", tf.Tensor(data)).data), bytes(map(plus(1), data)))
+            gc.collect()
+            self.assertEqual((gpu.registered, gpu.early), ({}, []))
+
+
+if __name__ == "__main__":
+    unittest.main()
