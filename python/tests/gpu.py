@@ -39,10 +39,11 @@ class Stream:
     def __init__(self, gpu: Gpu, name: str) -> None:
         self.gpu, self.name = gpu, name
         self.tail = Node([], lambda: None)
+        self.tail.ran = True
         self.free: dict[int, list[bytearray]] = {}  # by length
 
     def do(self, do: Callable[[], object], touches: Optional[tuple[int, int]] = None) -> None:
-        self.gpu.add(self, Node([self.tail], do, touches))
+        self.gpu.add(self, Node([self.tail], lambda: (self.gpu.ran.append(self.name), do()), touches))
 
     def wait_stream(self, other: Stream) -> None:
         self.gpu.add(self, Node([self.tail, other.tail], lambda: None))
@@ -60,7 +61,6 @@ class Event:
         self.gpu, self.node = gpu, Node([], lambda: None)
 
     def synchronize(self) -> None:
-        self.gpu.waits.release()
         assert self.gpu.gate.wait(WAIT), "the gate stays shut"
         self.gpu.run(self.node)
 
@@ -90,7 +90,9 @@ class Tensor:
         return self.gpu.address_of(self.data)
 
     def on_device(self) -> Tensor:
-        return self.gpu.empty(self.shape, len(self.data))
+        made = self.gpu.empty(self.shape, len(self.data))
+        made.device = self.device if self.device.type == "cuda" else made.device
+        return made
 
     def to(self, device: Any, non_blocking: bool = False) -> Tensor:
         assert self.device.type == "cpu" and non_blocking
@@ -122,9 +124,10 @@ class Tensor:
         def do() -> None:
             to[:] = bytes(source)
 
-        self.gpu.now().do(do, touches[0] if touches else None)
+        stream = self.gpu.other if "cuda:1" in (self.device, other.device) else self.gpu.now()
+        stream.do(do, touches[0] if touches else None)
         if not non_blocking:
-            self.gpu.run(self.gpu.now().tail)
+            self.gpu.run(stream.tail)
 
     def record_stream(self, stream: Stream) -> None:
         self.used_by.append(stream)
@@ -136,14 +139,14 @@ class Gpu:
         self.lock = threading.RLock()
         self.gate = threading.Event()
         self.gate.set()
-        self.waits = threading.Semaphore(0)  # released by who waits for an event
         self.nodes: list[tuple[Stream, Node]] = []
         self.late: list[tuple[Stream, bytearray, list[Node]]] = []  # free when nodes have run
-        self.main = Stream(self, "main")
+        self.ran: list[str] = []  # on which streams
+        self.main, self.other = Stream(self, "main"), Stream(self, "of another device")
         self.names = iter(("into", "back"))
         self.current = threading.local()
         self.registered: dict[int, int] = {}
-        self.early: list[Node] = []  # copies whose memory was unregistered before they ran
+        self.early: list[Node] = []  # copies whose memory became another's before they ran
         self.refuses = 0
 
     def torch(self) -> Any:
@@ -225,6 +228,11 @@ class Gpu:
         return self.refuses
 
     def cudaHostUnregister(self, address: int) -> int:
-        end = address + self.registered.pop(address)
-        self.early += [n for _, n in self.nodes if n.touches and address <= n.touches[0] < end and not self.lost]
+        self.leave(address, self.registered.pop(address))
         return 0
+
+    def leave(self, address: int, size: int) -> None:
+        """Memory is another's from now on: no copy may read it or write to it."""
+        with self.lock:
+            end = address + size
+            self.early += [n for _, n in self.nodes if n.touches and address <= n.touches[0] < end and not self.lost]

@@ -23,6 +23,7 @@ from support import pattern, program
 from tensorferry import _tensor
 from tensorferry import _wire as wire
 from tensorferry._device import BLOCKS
+from tensorferry._model import prepare
 from tensorferry._version import PROGRAM_VERSION
 from tensorferry._worker import Worker, load
 
@@ -52,6 +53,10 @@ class Host:
         self.answers: queue.Queue[tuple[int, Optional[bytes]]] = queue.Queue()
         self.worker = Worker(theirs)
         self.model = load(self.worker, model, {"array": "torch", "device": "cuda", "rows": 1})
+        self.device = self.worker.device
+        assert self.device is not None
+        self.begun, follow = threading.Semaphore(0), self.device.follow
+        self.device.follow = lambda block: (follow(block), self.begun.release())  # type: ignore[assignment,func-returns-value]
         self.threads = [threading.Thread(target=f) for f in (self.read, self.serve)]
         for thread in self.threads:
             thread.start()
@@ -74,10 +79,11 @@ class Host:
         self.gpu.gate.set()
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
-        for thread in (*self.threads, self.worker.device.thread):
+        for thread in (*self.threads, self.device.thread):
             thread.join(WAIT)
             assert not thread.is_alive()
         self.sock.close()
+        assert not self.gpu.early
 
     def read(self) -> None:
         places = itertools.cycle(range(PLACES))
@@ -96,8 +102,7 @@ class Host:
 
     def result(self, answer: dict[str, Any]) -> Optional[bytes]:
         """The bytes of an answer. Its memory and that of its input are another's then."""
-        at = answer["id"] % PLACES * PLACE
-        self.memory[1][at : at + PLACE] = b"\xdd" * PLACE
+        self.leave(1, answer["id"] % PLACES * PLACE)
         if answer["code"]:
             self.message = wire.from_json(answer["json"])["message"]
             return None
@@ -105,8 +110,12 @@ class Host:
         _, at, n = output["range"]
         self.given.remove((2, at, PLACE))
         result = bytes(self.memory[2][at : at + n])
-        self.memory[2][at : at + PLACE] = b"\xdd" * PLACE
+        self.leave(2, at)
         return result
+
+    def leave(self, memory: int, at: int) -> None:
+        self.gpu.leave(self.worker.link.memories[memory].base + at, PLACE)
+        self.memory[memory][at : at + PLACE] = b"\xdd" * PLACE
 
     def run(self, id: int, data: bytes) -> None:
         at = id % PLACES * PLACE
@@ -117,15 +126,23 @@ class Host:
     def answer(self) -> tuple[int, Optional[bytes]]:
         return self.answers.get(timeout=WAIT)
 
-    def compute(self, n: int, f: Callable[[int], int]) -> None:
-        """Has n blocks computed, as many at a time as the worker takes."""
-        inputs = {id: bytes((b + id) & 255 for b in pattern(SIZE)) for id in range(1, n + 1)}
-        for id in range(1, n + 1 + BLOCKS):
-            if id > BLOCKS:
-                got, want = self.answer(), (id - BLOCKS, bytes(map(f, inputs[id - BLOCKS])))
+    def begin(self, blocks: dict[int, bytes]) -> None:
+        """Has blocks begun, while none is waited for."""
+        self.gpu.gate.clear()
+        for id, data in blocks.items():
+            self.run(id, data)
+        for _ in blocks:
+            assert self.begun.acquire(timeout=WAIT)
+
+    def compute(self, f: Callable[[int], int]) -> None:
+        """Has blocks computed, as many at a time as the worker takes."""
+        for id in range(1, 4 * BLOCKS, BLOCKS):
+            blocks = {n: bytes((b + n) & 255 for b in pattern(SIZE)) for n in range(id, id + BLOCKS)}
+            self.begin(blocks)
+            self.gpu.gate.set()
+            for n, data in blocks.items():
+                got, want = self.answer(), (n, bytes(map(f, data)))
                 assert got == want, (got, want)
-            if id <= n:
-                self.run(id, inputs[id])
 
 
 class Overlap(unittest.TestCase):
@@ -139,14 +156,14 @@ class Overlap(unittest.TestCase):
     def test_all_bytes_are_right_however_the_streams_run(self) -> None:
         for eager in EAGER:
             with self.subTest(eager=eager):
-                Host(self, self.gpu(eager), lambda x: x.map(plus(1))).compute(12, plus(1))
+                Host(self, self.gpu(eager), lambda x: x.map(plus(1))).compute(plus(1))
 
     def test_a_model_may_return_the_same_memory_for_each_block(self) -> None:
         for eager in EAGER:
             with self.subTest(eager=eager):
                 gpu = self.gpu(eager)
                 y = gpu.empty((SIZE,), SIZE)
-                Host(self, gpu, lambda x, y=y: x.map(plus(1), y)).compute(12, plus(1))
+                Host(self, gpu, lambda x, y=y: x.map(plus(1), y)).compute(plus(1))
 
     def test_a_model_may_keep_its_input(self) -> None:
         for eager in EAGER:
@@ -158,53 +175,54 @@ class Overlap(unittest.TestCase):
 
             with self.subTest(eager=eager):
                 host = Host(self, self.gpu(eager), model)
-                for id in range(1, 10):
-                    host.run(id, bytes([id]) * SIZE)
-                got = [host.answer() for _ in range(9)]
-                self.assertEqual(got, [(n, bytes([max(1, n - 1)]) * SIZE) for n in range(1, 10)])
+                for id in (1, 4, 7):
+                    host.begin({n: bytes([n]) * SIZE for n in range(id, id + 3)})
+                    host.gpu.gate.set()
+                    got = [host.answer() for _ in range(3)]
+                    self.assertEqual(got, [(n, bytes([max(1, n - 1)]) * SIZE) for n in range(id, id + 3)])
 
-    def test_blocks_are_begun_while_others_are_on_the_device(self) -> None:
-        gpu, begun = self.gpu(), threading.Semaphore(0)
-        gpu.gate.clear()
+    def test_a_model_may_write_to_memory_of_the_link(self) -> None:
+        def model(x: Any, call: Any) -> Any:
+            y = call.empty(x.shape, "uint8")
+            y.copy_(x.map(plus(1)), non_blocking=True)
+            return y
 
-        def model(x: Any) -> Any:
-            begun.release()
-            return x.map(plus(1))
-
-        host = Host(self, gpu, model)
-        for id in range(1, BLOCKS + 1):
-            host.run(id, bytes([id]) * SIZE)
-        for _ in range(BLOCKS):
-            self.assertTrue(begun.acquire(timeout=WAIT))
-        self.assertTrue(gpu.waits.acquire(timeout=WAIT))
-        self.assertTrue(host.answers.empty())
-        self.assertEqual(host.ready["blocks"], BLOCKS)
-        gpu.gate.set()
-        self.assertEqual([host.answer() for _ in range(3)], [(n, bytes([n + 1]) * SIZE) for n in (1, 2, 3)])
-
-    def test_a_failure_is_that_of_its_block_and_is_answered_after_its_copies(self) -> None:
         for eager in EAGER:
             with self.subTest(eager=eager):
+                Host(self, self.gpu(eager), model).compute(plus(1))
+
+    def test_nothing_waits_but_for_what_it_needs(self) -> None:
+        for eager, ran in {
+            "into back": ["into"] * 3, "into main": ["into", "main", "main"] * 3,
+            "into main back": ["into", "main", "main", "back"] * 3,
+        }.items():  # fmt: skip
+            with self.subTest(eager=eager):
                 gpu = self.gpu(eager)
-                gpu.gate.clear()
-
-                def model(x: Any) -> Any:
-                    if x.shape == (1,):
-                        raise tf.ModelError("no such weather")
-                    return x.map(plus(1))
-
-                host = Host(self, gpu, model)
-                for id, data in {1: b"a", 2: b"\1", 3: b"c"}.items():
-                    host.run(id, data * (1 if id == 2 else SIZE))
-                self.assertTrue(gpu.waits.acquire(timeout=WAIT))
+                host = Host(self, gpu, lambda x: x.map(plus(1)))
+                host.begin({n: bytes([n]) * SIZE for n in (1, 2, 3)})
+                self.assertEqual(gpu.ran, ran)
                 self.assertTrue(host.answers.empty())
+                self.assertEqual(host.ready["blocks"], BLOCKS)
                 gpu.gate.set()
+                self.assertEqual([host.answer() for _ in range(3)], [(n, bytes([n + 1]) * SIZE) for n in (1, 2, 3)])
+
+    def test_a_failure_is_that_of_its_block_and_is_answered_after_its_copies(self) -> None:
+        def model(x: Any) -> Any:
+            if x.shape == (1,):
+                raise tf.ModelError("no such weather")
+            return x.map(plus(1))
+
+        for eager in EAGER:
+            with self.subTest(eager=eager):
+                host = Host(self, self.gpu(eager), model)
+                host.begin({1: b"a" * SIZE, 2: b"b", 3: b"c" * SIZE})
+                self.assertTrue(host.answers.empty())
+                host.gpu.gate.set()
                 self.assertEqual([host.answer() for _ in range(3)], [(1, b"b" * SIZE), (2, None), (3, b"d" * SIZE)])
                 self.assertEqual(host.message, "no such weather")
 
     def test_what_a_kernel_breaks_fails_its_block_and_those_after_it(self) -> None:
         gpu = self.gpu()
-        gpu.gate.clear()
 
         def model(x: Any) -> Any:
             def kernel(b: int) -> int:
@@ -216,15 +234,13 @@ class Overlap(unittest.TestCase):
             return x.map(kernel)
 
         host = Host(self, gpu, model)
-        for id in (1, 2, 3):
-            host.run(id, bytes([id]) * SIZE)
+        host.begin({n: bytes([n]) * SIZE for n in (1, 2, 3)})
         gpu.gate.set()
         self.assertEqual([host.answer() for _ in range(3)], [(1, b"\1" * SIZE), (2, None), (3, None)])
         self.assertIn("RuntimeError in the model's code", host.message)
-        host.run(4, b"\4")  # nothing is begun any more
-        self.assertEqual(host.answer(), (4, None))
-        host.run(5, b"\5")
-        self.assertEqual(host.answer(), (5, None))
+        for id in (4, 5):  # nothing is begun any more
+            host.run(id, b"\4")
+            self.assertEqual(host.answer(), (id, None))
         gc.collect()
         host.worker.link.trim()
         host.end()
@@ -249,10 +265,8 @@ class Overlap(unittest.TestCase):
 
     def test_memory_stays_registered_until_the_last_copy(self) -> None:
         gpu = self.gpu()
-        gpu.gate.clear()
         host = Host(self, gpu, lambda x: x.map(plus(1)))
-        host.run(1, bytes(SIZE))
-        self.assertTrue(gpu.waits.acquire(timeout=WAIT))
+        host.begin({1: bytes(SIZE)})
         for id in (1, 2):
             host.sock.send(wire.encode(wire.FORGET, id))
         host.sock.shutdown(socket.SHUT_WR)
@@ -270,7 +284,7 @@ class Overlap(unittest.TestCase):
         gpu.refuses = 801
         with contextlib.redirect_stdout(said):
             host = Host(self, gpu, lambda x: x.map(plus(1)))
-            host.compute(5, plus(1))
+            host.compute(plus(1))
         self.assertEqual(said.getvalue().count("CUDA error 801"), 1)
 
     def test_what_is_not_on_the_device_is_copied_at_once(self) -> None:
@@ -279,10 +293,25 @@ class Overlap(unittest.TestCase):
         def model(x: Any) -> Any:
             y = x.map(plus(1))
             y.device = type(y.device)("cuda:1")
+            gpu.other.wait_stream(gpu.now())
             return y
 
-        Host(self, gpu, model).compute(5, plus(1))
-        Host(self, self.gpu(), lambda x: bytes(SIZE)).compute(2, lambda b: 0)
+        Host(self, gpu, model).compute(plus(1))
+        Host(self, self.gpu(), lambda x: bytes(SIZE)).compute(lambda b: 0)
+
+    def test_a_model_that_trains_computes_as_ever(self) -> None:
+        self.gpu()
+        theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.addCleanup(theirs.close)
+        hello = {"link": wire.LINK, "version": PROGRAM_VERSION}
+        theirs.send(wire.encode(wire.HELLO, json=wire.to_json(hello)))
+        model = prepare(lambda x: x, {"array": "torch", "device": "cuda"})
+        model.training = "some"
+        worker = Worker(ours)
+        self.addCleanup(worker.link.close)
+        with unittest.mock.patch("tensorferry._worker.prepare", return_value=model):
+            load(worker, None)
+        self.assertIsNone(worker.device)
 
     def test_through_a_server(self) -> None:
         program()

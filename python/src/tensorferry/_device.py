@@ -33,9 +33,8 @@ class Device:
         self.thread = threading.Thread(target=self._follow, name="tensorferry-device", daemon=True)
         self.thread.start()
 
-    def bring(self, block: Block, host: Any) -> Any:
-        """An input on the device, for what the model begins from now on."""
-        block.keep.append(host)
+    def bring(self, host: Any) -> Any:
+        """An input on the device, for what the model begins from now on. Its block keeps the memory."""
         with self.torch.cuda.stream(self.into):
             x = host.to(self.device, non_blocking=True)
         here = self.torch.cuda.current_stream(self.device)

@@ -178,7 +178,7 @@ class Worker:
                 raise ModelError(f"input {name} is {x.dtype}, which this {model.like.kind} does not have")
             if model.like.kind == "numpy" and port.whole and model.rows:
                 x.flags.writeable = False  # other blocks read it
-            given[name] = x if self.device is None else self.device.bring(block, x)
+            given[name] = x if self.device is None else self.device.bring(x)
         more = {"call": call} if model.wants_call else {}
         with model.mode():
             said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
