@@ -64,11 +64,8 @@ class Pins(unittest.TestCase):
         return Memory(1, 1 << 16, fd)
 
     def worker(self, device: Any) -> Any:
-        class Stub:
-            class model:
-                like = _tensor.Like("torch", device)
-
-        return Stub
+        model = types.SimpleNamespace(like=_tensor.Like("torch", device))
+        return types.SimpleNamespace(model=model, pins=True)
 
     def test_memory_is_registered_once_and_for_as_long_as_it_is_known(self) -> None:
         cudart, memory = Cudart(), self.memory()
