@@ -197,11 +197,6 @@ func (g *guest) work() {
 			r, err := h.accept(g, f.work, f.answer)
 			if err != nil {
 				g.stop(err) // the block stays among what it may touch
-				h.mu.Lock()
-				for !g.gone {
-					h.more.Wait()
-				}
-				h.mu.Unlock()
 				return
 			}
 			g.land(f, r.times.Compute)
@@ -215,8 +210,8 @@ func (g *guest) work() {
 	}
 }
 
-// land notes that the guest has computed a block. That is due from it next, which it has been
-// told about before, as soon as if it had begun only now.
+// land notes that the guest has computed a block. The next one, which it has already, is due as if
+// it began only now.
 func (g *guest) land(f *flight, took time.Duration) {
 	h := g.process.host
 	h.mu.Lock()
@@ -294,13 +289,14 @@ func (g *guest) next(wait bool) *flight {
 		switch {
 		case w == nil && !wait:
 			return nil
-		case w == nil && idle:
+		case w == nil:
+			if !idle {
+				h.more.Wait()
+				continue
+			}
 			h.waiting++
 			h.more.Wait()
 			h.waiting--
-			continue
-		case w == nil:
-			h.more.Wait()
 			continue
 		}
 		p := w.Program.(*program)

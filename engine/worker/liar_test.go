@@ -3,10 +3,13 @@
 package worker
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -33,6 +36,7 @@ func liar(t *testing.T, c Config, ready string, each func(g *linktest.Guest, m *
 		for {
 			m, err := g.Recv()
 			if err != nil {
+				_ = g.Socket.Close() // so the host need not wait
 				return
 			}
 			if r, ok := m.(*link.Run); ok && !each(g, r) {
@@ -137,4 +141,182 @@ func TestWhatAGuestDoesNotMakePublicIsForTheLogAlone(t *testing.T) {
 		require.Equal(t, `File "m.py", line 3, in f`, place)
 		require.Equal(t, trace, all)
 	}
+}
+
+// aheadReady is of a model whose worker takes three blocks at a time.
+const aheadReady = `{"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}],"rows":1,"block_rows":1,"blocks":3}`
+
+// ahead starts a call of 12 blocks, whose worker is told of blocks and answers when it is asked to.
+// The first block is answered, in took.
+func ahead(t *testing.T, c Config, ready string, took time.Duration) (h *Host, runs chan *link.Run, answer func(*link.Run), cancel func(), done chan error) {
+	t.Helper()
+	runs = make(chan *link.Run, 12)
+	h, g := liar(t, c, ready, func(_ *linktest.Guest, r *link.Run) bool { runs <- r; return true })
+	answer = func(r *link.Run) {
+		g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Nanos: uint64(took), Outputs: r.Inputs})
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	t.Cleanup(cancel)
+	done = make(chan error, 1)
+	x, err := tensor.Of(testkit.Bytes(12*9, 7), 12, 9)
+	require.NoError(t, err)
+	go func() { // ends with the call
+		y, err := enginetest.Compute(ctx, h.Model(), []tensor.Tensor{x}, nil, 1<<20, 0)
+		if err == nil && !bytes.Equal(x.Data, y[0].Data) {
+			err = errors.New("a result is another block's")
+		}
+		done <- err
+	}()
+	answer(<-runs)
+	return h, runs, answer, cancel, done
+}
+
+// flying waits until a worker has been told of n blocks, and of no more.
+func flying(t *testing.T, h *Host, n int) {
+	t.Helper()
+	testkit.Eventually(t, func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		for g := range h.guests {
+			return len(g.flight) == n && g.flight[n-1].sent && h.queue.Len() > 0
+		}
+		return false
+	}, "blocks that the worker has")
+}
+
+func TestAWorkerHasAsManyBlocksAsItTakesWhileTheyAreShort(t *testing.T) {
+	for name, tc := range map[string]struct {
+		ready string
+		took  time.Duration
+		want  int
+	}{
+		"three":            {aheadReady, time.Millisecond, 3},
+		"it takes one":     {strings.Replace(aheadReady, `,"blocks":3`, "", 1), time.Millisecond, 1},
+		"they are long":    {aheadReady, aheadWithin, 1},
+		"more than we do":  {strings.Replace(aheadReady, "3}", "1000000}", 1), time.Millisecond, mostAhead},
+		"less than it may": {strings.Replace(aheadReady, "3}", "-1}", 1), time.Millisecond, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			testkit.Start(t)
+			h, runs, answer, _, done := ahead(t, Config{}, tc.ready, tc.took)
+			flying(t, h, tc.want)
+			for range 11 / tc.want { // in any order
+				var some []*link.Run
+				for range tc.want {
+					some = append(some, <-runs)
+				}
+				for _, r := range slices.Backward(some) {
+					answer(r)
+				}
+			}
+			for range 11 % tc.want {
+				answer(<-runs)
+			}
+			require.NoError(t, <-done)
+		})
+	}
+}
+
+func TestTheFirstBlockOfAWorkerIsAlone(t *testing.T) {
+	testkit.Start(t)
+	runs := make(chan *link.Run, 12)
+	h, g := liar(t, Config{}, aheadReady, func(_ *linktest.Guest, r *link.Run) bool { runs <- r; return true })
+	go func() { _, _ = enginetest.Compute(t.Context(), h.Model(), vector(12), nil, 1<<20, 0) }() // ends with the host
+	flying(t, h, 1)
+	g.Close()
+}
+
+func TestABlockIsForAnIdleWorkerFirst(t *testing.T) {
+	testkit.Start(t)
+	h, runs, answer, _, done := ahead(t, Config{}, aheadReady, time.Millisecond)
+	flying(t, h, 3)
+	h.mu.Lock()
+	h.waiting++ // one that is idle, and slow
+	h.mu.Unlock()
+	for range 3 {
+		answer(<-runs)
+	}
+	flying(t, h, 1)
+	h.mu.Lock()
+	h.waiting--
+	h.mu.Unlock()
+	for range 8 {
+		answer(<-runs)
+	}
+	require.NoError(t, <-done)
+}
+
+func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
+	for _, obeys := range []bool{true, false} {
+		t.Run(fmt.Sprintf("obeys=%v", obeys), func(t *testing.T) {
+			testkit.Start(t)
+			h, runs, answer, cancel, done := ahead(t, Config{block: 300 * time.Millisecond}, aheadReady, time.Millisecond)
+			flying(t, h, 3)
+			cancel()
+			cancelled := func(n int) (due time.Time) {
+				testkit.Eventually(t, func() bool {
+					h.mu.Lock()
+					defer h.mu.Unlock()
+					for g := range h.guests {
+						due = g.due
+						return len(g.flight) == n && !slices.ContainsFunc(g.flight, func(f *flight) bool { return !f.unasked })
+					}
+					return false
+				}, "cancelled blocks")
+				return due
+			}
+			due := cancelled(3)
+			if obeys {
+				answer(<-runs)
+				require.Equal(t, due, cancelled(2), "they share the time")
+				answer(<-runs)
+				answer(<-runs)
+			}
+			require.ErrorIs(t, <-done, context.Canceled)
+			if obeys {
+				require.Len(t, h.guests, 1)
+			} else {
+				<-h.Ended()
+			}
+		})
+	}
+}
+
+func TestABlockIsAnsweredOnce(t *testing.T) {
+	g := &guest{process: &process{host: &Host{}}, flight: []*flight{{id: 6}, {id: 7}}}
+	answer := func(id uint64) error { return g.answered(&link.Answer{Head: link.Head{ID: id}}) }
+	require.NoError(t, answer(7))
+	require.ErrorIs(t, answer(7), link.ErrMessage)
+	require.ErrorIs(t, answer(8), link.ErrMessage)
+	require.NoError(t, answer(6))
+}
+
+// Of several blocks only the oldest is due: the time of the next begins with its answer.
+func TestABlockIsDueWhenItIsTheOldest(t *testing.T) {
+	testkit.Start(t)
+	h, runs, answer, _, done := ahead(t, Config{block: 2 * time.Second}, aheadReady, time.Millisecond)
+	flying(t, h, 3)
+	var g *guest
+	due := func() time.Time {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return g.due
+	}
+	h.mu.Lock()
+	h.cfg.obey = time.Hour
+	for g = range h.guests {
+		g.tells = append(g.tells, &link.End{Head: link.Head{ID: 99}})
+		h.more.Broadcast()
+	}
+	h.mu.Unlock()
+	first := due()
+	one, two, _ := <-runs, <-runs, <-runs
+	answer(two)
+	<-runs // what was to be told is told, and the fourth is there
+	require.Equal(t, first, due(), "the oldest is computed as before")
+	answer(one)
+	<-runs
+	require.True(t, due().After(first))
+	require.Less(t, due().Sub(first), time.Minute)
+	require.ErrorIs(t, <-done, engine.ErrUnavailable) // the third is not answered
 }
