@@ -7,6 +7,7 @@ import time
 import torch
 
 import tensorferry as tf
+from tensorferry import _worker
 from tensorferry.torch import RemoteModule, RemoteOptimizer
 
 rehearsal = len(sys.argv) > 1
@@ -43,6 +44,20 @@ with tf.serve(module, port=0, name="mlp", rows="all_but_last") as server, tf.con
     there, here = took(lambda: client.compute("mlp", x)), took(local)
     print(f"{rows} rows of 768, behind a server, in this process|{there * 1e3:.1f} ms, {here * 1e3:.1f} ms")
     print(f"one row of 768 behind a server|{took(lambda: client.compute('mlp', one), 50) * 1e6:.0f} us")
+
+
+# Blocks of 1 MiB, one after the other and overlapped, in turns: machines have slow moments.
+def behind(blocks):
+    _worker.BLOCKS = blocks
+    with tf.serve(module, port=0, name="mlp", rows="all_but_last") as server, tf.connect(server.address) as client:
+        return took(lambda: client.compute("mlp", x), times), client.compute("mlp", x)
+
+
+times, most = 1 if rehearsal else 5, _worker.BLOCKS
+alone, several = zip(*[(behind(1), behind(most)) for _ in range(1 if rehearsal else 3)])
+equal = all(torch.equal(y, alone[0][1]) for _, y in alone + several)
+best = ", ".join(f"{min(t for t, _ in all) * 1e3:.1f} ms" for all in (alone, several))
+print(f"{rows} rows of 768, 1 block and {most} at a time|{best}; results {'equal' if equal else 'DIFFER'}")
 
 
 # Training: bottom, trunk and top on the device, the trunk behind a server, and the same network unsplit.
