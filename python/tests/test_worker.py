@@ -409,6 +409,24 @@ class Computes(unittest.TestCase):
         self.assertEqual(prepare(net).about["parameters"], str(sum(p.numel() for p in net.parameters())))
 
     @needs_torch
+    def test_a_compiled_module_takes_what_the_module_takes(self) -> None:
+        class Compiled(torch.nn.Module):  # as torch.compile makes it
+            def __init__(self, module: Any) -> None:
+                super().__init__()
+                self._orig_mod = module
+
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return self._orig_mod(*args, **kwargs)
+
+        bilinear = torch.nn.Bilinear(3, 4, 2)
+        self.assertEqual(list(prepare(Compiled(bilinear)).inputs), list(prepare(bilinear).inputs))
+        net = torch.nn.Sequential(torch.nn.Linear(8, 3))
+        c = self.served(Compiled(net), rows=1, device="cpu")
+        x = torch.randn(5, 8)
+        with torch.no_grad():
+            self.assertTrue(torch.allclose(c.compute("m", x), net(x), atol=1e-6))
+
+    @needs_torch
     def test_in_place_operations_and_views_of_torch_are_results(self) -> None:
         c = self.served(lambda x: (x.relu_(), x.t()), outputs=["a", "b"], array="torch", device="cpu")
         x = torch.arange(-6.0, 6).reshape(3, 4)

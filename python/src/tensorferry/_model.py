@@ -277,7 +277,8 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
     if module:
         array = "torch"
         own = trainer is not None and type(trainer).forward is not training_module.Trainer.forward
-        compute = trainer.forward if own else made.forward
+        # What torch.compile makes takes anything, and passes it on.
+        compute = trainer.forward if own else getattr(made, "_orig_mod", made).forward
     if array == "torch":
         torch = importlib.import_module("torch")
         if device is None:
