@@ -32,9 +32,10 @@ type Config struct {
 	// wait for their taker while other calls wait for page-locked memory.
 	Spill *blocks.Spill
 	// Hang is how long a block may take before its device is said to hang. Zero means 30 s.
+	// Open gives up after four times that.
 	Hang time.Duration
-	// Lost, if it is set, is called once when the device is lost, and everything on it has
-	// ended: only another process can use it again. It must not block.
+	// Lost, if it is set, is called once when the device is lost, and every run on it has an
+	// error: only another process can use it again. It must not block.
 	Lost func()
 	// Log hears what becomes of the device; nil means slog.Default().
 	Log *slog.Logger

@@ -214,21 +214,20 @@ func (v *device) ask(do func(dead error) error) error {
 	})
 	v.more.Signal()
 	v.mu.Unlock()
-	for late := (<-chan time.Time)(nil); ; {
+	for {
 		select {
 		case err := <-answer:
 			if err != nil {
 				err = fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
 			}
 			return err
-		case <-late:
-			return fmt.Errorf("%w: cuda: the device does not answer", engine.ErrUnavailable)
 		case <-time.After(closeWait):
 			v.mu.Lock()
-			if v.hangs {
-				late = time.After(closeWait)
-			}
+			stuck := v.hangs || v.dead != nil // and its reset hangs
 			v.mu.Unlock()
+			if stuck {
+				return fmt.Errorf("%w: cuda: the device does not answer", engine.ErrUnavailable)
+			}
 		}
 	}
 }
@@ -540,9 +539,9 @@ func (v *device) lose() {
 	v.lost = true
 	v.engine.Hung(cause) // should the reset hang
 	v.mu.Unlock()
+	v.tell()
 	v.pinned.end(v.reset)
 	v.engine.Lost(cause)
-	v.tell()
 	v.mu.Lock()
 	v.queue = blocks.Queue{} // the engine has taken them back
 	v.mu.Unlock()
@@ -569,11 +568,11 @@ func (v *device) close() {
 	ended := make(chan struct{})
 	go func() { // ends with the three
 		v.all.Wait()
+		v.free()
 		close(ended)
 	}()
 	select {
 	case <-ended:
-		v.free()
 	case <-time.After(closeWait):
 		v.log.Error("device does not end its blocks; what they use is left to it")
 	}

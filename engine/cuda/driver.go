@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -28,6 +29,34 @@ var opened = struct {
 	sync.Mutex
 	byName map[string]*C.tf_driver
 }{byName: make(map[string]*C.tf_driver)}
+
+// answer is what a driver answers to ask, which a goroutine runs that ends with it: a driver
+// may hang. What comes too late is undone.
+func answer[T any](hang time.Duration, ask func() (T, error), undo func(T)) (T, error) {
+	type result struct {
+		of  T
+		err error
+	}
+	in, late := make(chan result), make(chan struct{})
+	go func() {
+		of, err := ask()
+		select {
+		case in <- result{of, err}:
+		case <-late:
+			if err == nil {
+				undo(of)
+			}
+		}
+	}()
+	select {
+	case r := <-in:
+		return r.of, r.err
+	case <-time.After(openHangs * hang):
+		close(late)
+		var none T
+		return none, fmt.Errorf("%w: cuda: the driver has not answered for %v; see whether nvidia-smi does", engine.ErrUnavailable, openHangs*hang)
+	}
+}
 
 // openDriver sets defaults and counts devices. Errors wrap engine.ErrUnavailable.
 func (c *Config) openDriver() (d *driver, devices, version int, err error) {
@@ -113,9 +142,12 @@ func (d *driver) describe(i, version int) (Device, error) {
 }
 
 // Devices opens a driver, libcuda.so.1 if library is empty, and describes its
-// devices, one or more. Errors wrap engine.ErrUnavailable.
+// devices, one or more. It waits for two minutes at most. Errors wrap engine.ErrUnavailable.
 func Devices(name string) ([]Device, error) {
-	c := Config{Library: name}
+	return answer(hangWait, func() ([]Device, error) { return devices(Config{Library: name}) }, func([]Device) {})
+}
+
+func devices(c Config) ([]Device, error) {
 	d, n, version, err := c.openDriver()
 	if err != nil {
 		return nil, err

@@ -14,8 +14,13 @@ import (
 )
 
 // Open opens a device and starts the goroutines that feed it, which end with Close.
-// Errors wrap engine.ErrUnavailable.
+// It waits for the driver four times Config.Hang at most. Errors wrap engine.ErrUnavailable.
 func Open(c Config) (*Host, error) {
+	c.setDefaults()
+	return answer(c.Hang, func() (*Host, error) { return open(c) }, (*Host).Close)
+}
+
+func open(c Config) (*Host, error) {
 	d, n, version, err := c.openDriver()
 	if err != nil {
 		return nil, err

@@ -24,6 +24,9 @@ const (
 	laneMost = 8 << 20
 	// hangWait is a thousand times what a block of the largest model takes.
 	hangWait = 30 * time.Second
+	// openHangs is how many times hangWait a device has to open: a driver starts every GPU
+	// of the machine before it answers, which takes seconds each.
+	openHangs = 4
 	// closeWait is how long Close waits for blocks that are on the device.
 	closeWait = 5 * time.Second
 	// textBytes has room for what the driver's compiler says of a faulty image.

@@ -94,7 +94,7 @@ func load(t testing.TB, path string) *Driver {
 //	reset                                     forget all this, the timeline, the violations and errors of contexts; objects stay
 //
 // A NAME is that of a function; for operations also "copies", "kernels", a kernel's, or
-// a kind of Op. Codes that end a context (214, 700, 702, 710, 714 to 719, 999) do so
+// a kind of Op. To delay or hang a function that enqueues, and not its operation, is call:NAME. Codes that end a context (214, 700, 702, 710, 714 to 719, 999) do so
 // however they come up. A program that a test starts reads commands from FAKECUDA.
 func (d *Driver) Control(commands string) {
 	d.t.Helper()

@@ -88,7 +88,7 @@ void fail(const ContextPtr &ctx, int code) {
 }
 
 Call::Call(const char *name, Needs needs) : lock(s.mu) {
-    if (needs != Enqueue) linger(lock, {name}, [] { return false; });
+    linger(lock, {needs == Enqueue ? std::string("call:") + name : name}, [] { return false; });
     code = fault(false, {name});
     if (needs == Nothing) return;
     if (code == 0 && !s.initialized) code = NOT_INITIALIZED;
@@ -268,6 +268,7 @@ API cuCtxGetCurrent(uint64_t *ctx) {
 }
 
 API cuGetErrorName(int code, const char **name) {
+    ENTER(Nothing);
     if (!name) return INVALID_VALUE;
     *name = nullptr;
     for (auto &e : errors)
@@ -276,6 +277,7 @@ API cuGetErrorName(int code, const char **name) {
 }
 
 API cuGetErrorString(int code, const char **text) {
+    ENTER(Nothing);
     if (!text) return INVALID_VALUE;
     *text = nullptr;
     for (auto &e : errors)

@@ -189,8 +189,8 @@ void fail(const ContextPtr &ctx, int code);
 void destroy(Lock &lock, const ContextPtr &ctx);
 
 // Call is one call of the API: it takes the lock, then does what every call does
-// first. code is not 0 when the call has to return it at once. Calls that enqueue
-// are not delayed themselves: their ops are.
+// first. code is not 0 when the call has to return it at once. Under the name of a
+// call that enqueues its ops are delayed; it is "call:" and the name itself.
 struct Call {
     Lock lock;
     ContextPtr ctx;
