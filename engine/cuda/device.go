@@ -553,6 +553,9 @@ func (v *device) reset() {
 	for _, l := range v.idle {
 		*l.c = C.tf_lane{}
 	}
+	for w := range v.weights {
+		w.at = 0
+	}
 }
 
 // close ends everything, and returns when it has.

@@ -83,11 +83,13 @@ func load(t testing.TB, path string) *Driver {
 //
 //	fail NAME CODE [after N] [times M]        the function returns CODE, from its call N+1 on, M times or for ever
 //	async fail NAME CODE [after N] [times M]  its operations do, when they are executed; the context's next call returns CODE
-//	sticky CODE [device N]                    contexts fail with CODE, and no new one is made
+//	sticky CODE [device N]                    contexts fail with CODE, whichever that is, and no new one is made
 //	delay NAME MICROSECONDS                   calls, or operations when they are executed, take longer
 //	late MICROSECONDS                         the same for all asynchronous copies
 //	hang NAME, unhang [NAME]                  they wait until unhang, reset, or the end of their context
-//	memory BYTES, devices N                   per device; how many, at most 16
+//	crash NAME                                they end the process
+//	heal                                      after cuDevicePrimaryCtxReset_v2 a context that failed is made anew
+//	memory BYTES, devices N                   per device, of which a context takes 2 MiB; how many, at most 16
 //	capability MAJOR MINOR, driver VERSION    of the devices (8 0); as cuDriverGetVersion returns it (12040)
 //	refuse-registration [CODE]                cuMemHostRegister_v2 fails, with 801
 //	sigaction                                 cuInit and the first module install handlers that harm Go's

@@ -321,14 +321,7 @@ func TestMemoryThatIsGoneAtExecutionIsAViolation(t *testing.T) {
 		says string
 	}{
 		"unregistered": {
-			func(g *gpu, host []byte, _ uintptr) { g.do("cuMemHostUnregister", address(host)) },
-			"no longer registered",
-		},
-		"registered anew": {
-			func(g *gpu, host []byte, _ uintptr) {
-				g.do("cuMemHostUnregister", address(host))
-				g.do("cuMemHostRegister_v2", address(host), uintptr(len(host)), 0)
-			},
+			func(g *gpu, host []byte, _ uintptr) { g.want(illegalAddress, "cuMemHostUnregister", address(host)) },
 			"no longer registered",
 		},
 		"unmapped": {
@@ -340,7 +333,7 @@ func TestMemoryThatIsGoneAtExecutionIsAViolation(t *testing.T) {
 			"no longer mapped",
 		},
 		"device memory freed": {
-			func(g *gpu, _ []byte, memory uintptr) { g.do("cuMemFree_v2", memory) },
+			func(g *gpu, _ []byte, memory uintptr) { g.want(illegalAddress, "cuMemFree_v2", memory) },
 			"device memory that is gone",
 		},
 	} {
@@ -352,10 +345,9 @@ func TestMemoryThatIsGoneAtExecutionIsAViolation(t *testing.T) {
 				if function == "cuMemcpyDtoHAsync_v2" {
 					to, from = from, to
 				}
-				g.Control("hang copies")
+				g.Control("late 50000") // what takes memory away waits for the device
 				g.do(function, to, from, 2*page, stream)
 				tc.away(g, host, memory)
-				g.Control("unhang")
 				g.want(illegalAddress, "cuStreamSynchronize", stream)
 				require.Len(t, g.Violations(), 1)
 				require.Contains(t, g.Violations()[0], tc.says)
@@ -447,13 +439,13 @@ func TestDeviceMemoryIsOutOfTheHostsReach(t *testing.T) {
 
 func TestDeviceMemoryEnds(t *testing.T) {
 	g := start(t)
-	g.Control("memory 1048576")
+	g.Control("memory 3145728") // of which the context has 2 MiB
 	a := g.memory(1 << 19)
 	g.want(outOfMemory, "cuMemAlloc_v2", g.out, 1<<19+1)
 	g.memory(1 << 18)
 	sizes := address(host(t, page))
 	g.do("cuMemGetInfo_v2", sizes, sizes+8)
-	require.Equal(t, [2]uint64{1 << 18, 1 << 20}, *(*[2]uint64)(pointer(sizes)))
+	require.Equal(t, [2]uint64{1 << 18, 3 << 20}, *(*[2]uint64)(pointer(sizes)))
 	g.do("cuMemFree_v2", a)
 	g.memory(1<<19 + 1)
 	require.EqualValues(t, 1<<18+1<<19+1, g.Live().Bytes)
@@ -709,6 +701,111 @@ func TestTheEndOfAContextEndsWhatHangs(t *testing.T) {
 	g.Control("sticky 700 device 0")
 	g.want(illegalAddress, "cuStreamSynchronize", stream)
 	g.do("cuDevicePrimaryCtxRelease_v2", 0) // one of two
+}
+
+func TestWhatGivesBackWaitsForTheDevice(t *testing.T) {
+	ptx, err := os.ReadFile("testdata/test.ptx")
+	require.NoError(t, err)
+	for _, function := range []string{"cuMemFree_v2", "cuMemHostUnregister", "cuModuleLoadDataEx", "cuModuleUnload"} {
+		t.Run(function, func(t *testing.T) {
+			g := start(t)
+			stream, memory, image := g.stream(), g.memory(page), address(text(t, string(ptx)))
+			args := map[string][]uintptr{
+				"cuMemFree_v2": {g.memory(page)}, "cuMemHostUnregister": {address(g.registered(page))},
+				"cuModuleLoadDataEx": {g.out, image}, "cuModuleUnload": {g.get("cuModuleLoadDataEx", image)},
+			}
+			g.Control("delay memset 20000")
+			g.do("cuMemsetD8Async", memory, 1, page, stream)
+			g.do(function, args[function]...)
+			require.Equal(t, []string{"memset"}, kinds(g.Timeline()))
+		})
+	}
+}
+
+func TestWhatIsNotThereOrElsewhereIsAViolation(t *testing.T) {
+	g := start(t)
+	stream, event, here := g.stream(), g.event(), g.get("cuCtxGetCurrent")
+	g.do("cuCtxSetCurrent", g.get("cuDevicePrimaryCtxRetain", 1))
+	theirs := g.event()
+	g.do("cuCtxSetCurrent", here)
+	for i, tc := range []struct {
+		code     int
+		function string
+		args     []uintptr
+	}{
+		{invalidValue, "cuMemFree_v2", []uintptr{page}},
+		{notRegistered, "cuMemHostUnregister", []uintptr{page}},
+		{invalidHandle, "cuStreamDestroy_v2", []uintptr{event}},
+		{invalidHandle, "cuEventDestroy_v2", []uintptr{stream}},
+		{invalidHandle, "cuModuleUnload", []uintptr{stream}},
+		{invalidHandle, "cuEventRecord", []uintptr{theirs, stream}},
+		{invalidHandle, "cuStreamWaitEvent", []uintptr{stream, theirs}},
+		{invalidHandle, "cuEventSynchronize", []uintptr{theirs}},
+		{invalidHandle, "cuEventElapsedTime", []uintptr{g.out, event, theirs}},
+		{invalidHandle, "cuEventDestroy_v2", []uintptr{theirs}},
+	} {
+		g.want(tc.code, tc.function, tc.args...)
+		require.Len(t, g.Violations(), i+1, tc.function)
+		require.Contains(t, g.Violations()[i], tc.function)
+	}
+	g.do("cuDevicePrimaryCtxRelease_v2", 1) // with an event in it
+	require.Contains(t, g.Violations()[10], "1 things were left in the context")
+}
+
+func TestAHandleThatIsGoneIsGivenAgain(t *testing.T) {
+	g := start(t)
+	stream := g.stream()
+	g.do("cuStreamDestroy_v2", stream)
+	event := g.event()
+	require.Equal(t, stream, event)
+	g.do("cuEventDestroy_v2", event)
+	require.Equal(t, stream, g.stream())
+}
+
+func TestAResetHealsIfItIsToldTo(t *testing.T) {
+	g := start(t)
+	g.Control("heal; sticky 911")
+	g.want(911, "cuMemAlloc_v2", g.out, page)
+	g.want(911, "cuDevicePrimaryCtxRetain", g.out, 0)
+	g.do("cuDevicePrimaryCtxReset_v2", 0)
+	g.do("cuCtxSetCurrent", g.get("cuDevicePrimaryCtxRetain", 0))
+	g.memory(page)
+	g.do("cuDevicePrimaryCtxRelease_v2", 0) // one of two
+}
+
+func TestACrashIsOfTheProcess(t *testing.T) {
+	if os.Getenv("FAKECUDA") != "" {
+		g := &gpu{t: t, Driver: load(t, Build(t, Options{Kernels: "testdata"})), out: address(host(t, page))}
+		g.do("cuInit", 0)
+		g.call("cuDeviceGetCount", g.out)
+		return
+	}
+	out, err := child(t, "^TestACrashIsOfTheProcess$", "FAKECUDA=crash cuDeviceGetCount")
+	require.Error(t, err)
+	require.Contains(t, string(out), "SIGABRT")
+}
+
+func TestBlocksAndThreadsRunInNoOrder(t *testing.T) {
+	g := start(t)
+	const blocks, threads = 10, 20
+	b := g.registered(page)
+	memory, stream, kernel := g.memory(page), g.stream(), g.kernel("order")
+	g.do("cuMemcpyHtoDAsync_v2", memory, address(b), page, stream)
+	require.Equal(t, success, g.launch(kernel, stream, [3]uintptr{blocks, 1, 1}, [3]uintptr{threads, 1, 1}, uint64(memory)))
+	order := unsafe.Slice((*uint64)(pointer(address(g.read(stream, memory, page)))), 1+blocks*threads)[1:]
+	require.False(t, slices.IsSorted(order[:threads]), "threads of a block: %v", order)
+	var firsts []uint64
+	for i := 0; i < len(order); i += threads {
+		for _, of := range order[i : i+threads] {
+			require.Equal(t, order[i]/threads, of/threads, "blocks run one after the other")
+		}
+		firsts = append(firsts, order[i]/threads)
+	}
+	require.False(t, slices.IsSorted(firsts), "blocks: %v", firsts)
+	slices.Sort(order)
+	for i, of := range order {
+		require.EqualValues(t, i, of)
+	}
 }
 
 func TestAStreamsThreadEndsWithIt(t *testing.T) {

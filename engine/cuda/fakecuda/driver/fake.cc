@@ -2,6 +2,7 @@
 
 #include "fake.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -62,10 +63,20 @@ const ContextPtr &owner(const Function &f) { return f.ctx; }
 template <typename T>
 const ContextPtr &owner(const std::shared_ptr<T> &object) { return object->ctx; }
 
+// drop removes what is of a context, and returns how much that was.
 template <typename Map>
-void drop(Map &objects, const ContextPtr &ctx) {
-    for (auto it = objects.begin(); it != objects.end();)
-        it = owner(it->second) == ctx ? objects.erase(it) : std::next(it);
+size_t drop(Map &objects, const ContextPtr &ctx, bool handles) {
+    size_t n = 0;
+    for (auto it = objects.begin(); it != objects.end();) {
+        if (owner(it->second) != ctx) {
+            ++it;
+            continue;
+        }
+        n++;
+        if (handles) s.gone.push_back(it->first);
+        it = objects.erase(it);
+    }
+    return n;
 }
 
 bool valid(int device) { return device >= 0 && device < s.set.devices; }
@@ -80,10 +91,10 @@ bool sticky(int code) {
     return false;
 }
 
-void fail(const ContextPtr &ctx, int code) {
-    int &to = sticky(code) ? ctx->error : ctx->pending;
+void fail(const ContextPtr &ctx, int code, bool ends) {
+    int &to = ends ? ctx->error : ctx->pending;
     if (to == 0) to = code;
-    if (sticky(code) && s.set.failed[ctx->device] == 0) s.set.failed[ctx->device] = code;
+    if (ends && s.set.failed[ctx->device] == 0) s.set.failed[ctx->device] = code;
     s.changed.notify_all();
 }
 
@@ -98,12 +109,20 @@ Call::Call(const char *name, Needs needs) : lock(s.mu) {
     if (code != 0) {
         if (ctx && sticky(code)) fail(ctx, code);
     } else if (current == 0) {
+        violate(std::string(name) + " without a context");
         code = INVALID_CONTEXT;
     } else if (!ctx) {
         code = CONTEXT_IS_DESTROYED;
     } else if ((code = ctx->error) == 0) {
         std::swap(code, ctx->pending);
     }
+}
+
+int Call::wait_for_device() {
+    std::vector<std::pair<StreamPtr, uint64_t>> all;
+    for (auto &[handle, stream] : s.streams)
+        if (stream->ctx == ctx) all.emplace_back(stream, stream->enqueued);
+    return wait([&] { return std::all_of(all.begin(), all.end(), [](auto &of) { return of.first->done >= of.second; }); });
 }
 
 int Call::wait(const std::function<bool()> &done) {
@@ -115,20 +134,17 @@ int Call::wait(const std::function<bool()> &done) {
     return code;
 }
 
-void destroy(Lock &lock, const ContextPtr &ctx) {
+size_t destroy(Lock &lock, const ContextPtr &ctx) {
     ctx->dead = true;
-    s.contexts.erase(ctx->handle);
+    s.forget(s.contexts, ctx->handle);
     s.devices[ctx->device].ctx.reset();
     for (auto &[handle, stream] : s.streams)
         if (stream->ctx == ctx) stream->closing = true;
     s.changed.notify_all();
     s.changed.wait(lock, [&] { return ctx->workers == 0; });
-    drop(s.streams, ctx);
-    drop(s.events, ctx);
-    drop(s.modules, ctx);
-    drop(s.functions, ctx);
-    drop(s.allocations, ctx);
-    drop(s.registered, ctx);
+    drop(s.functions, ctx, true);
+    return drop(s.streams, ctx, true) + drop(s.events, ctx, true) + drop(s.modules, ctx, true) + drop(s.allocations, ctx, false) +
+           drop(s.registered, ctx, false);
 }
 
 }  // namespace fake
@@ -218,6 +234,7 @@ API cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) {
 }
 
 // Once a context has failed, R580 makes no other in the process, whatever is reset or released.
+// The command heal says that another driver does.
 API cuDevicePrimaryCtxRetain(uint64_t *ctx, int device) {
     ENTER(Init);
     if (!ctx) return INVALID_VALUE;
@@ -225,6 +242,7 @@ API cuDevicePrimaryCtxRetain(uint64_t *ctx, int device) {
     if (int code = s.set.failed[device]) return code;
     auto &d = s.devices[device];
     if (!d.ctx) {
+        if (s.set.memory < overhead) return OUT_OF_MEMORY;
         d.ctx = std::make_shared<Context>();
         d.ctx->handle = s.handle();
         d.ctx->device = device;
@@ -241,7 +259,9 @@ API cuDevicePrimaryCtxRelease_v2(int device) {
     auto &d = s.devices[device];
     if (d.retained == 0) return INVALID_CONTEXT;
     if (--d.retained == 0)
-        if (ContextPtr ctx = d.ctx) destroy(c.lock, ctx);
+        if (ContextPtr ctx = d.ctx)
+            if (size_t left = destroy(c.lock, ctx); left > 0 && ctx->error == 0)
+                violate(std::string(__func__) + ": " + std::to_string(left) + " things were left in the context");
     return SUCCESS;
 }
 
@@ -250,6 +270,7 @@ API cuDevicePrimaryCtxReset_v2(int device) {
     ENTER(Init);
     if (!valid(device)) return INVALID_DEVICE;
     if (ContextPtr ctx = s.devices[device].ctx) destroy(c.lock, ctx);
+    if (s.set.heal) s.set.failed[device] = 0;
     return SUCCESS;
 }
 

@@ -30,6 +30,7 @@ enum : int {
 bool sticky(int code);
 
 constexpr int max_devices = 16;
+constexpr size_t overhead = 2 << 20;  // of device memory, that a context takes; hundreds of MiB on a GPU
 constexpr unsigned char canary = 0xD5;
 
 // A device address is the host's address XOR bias, which no processor accepts as an
@@ -56,7 +57,7 @@ struct Context {
     bool dead = false;
     int workers = 0;
     int streams = 0;  // ever made, for ordinals
-    size_t used = 0;  // device memory
+    size_t used = overhead;  // device memory
 };
 using ContextPtr = std::shared_ptr<Context>;
 
@@ -144,7 +145,8 @@ struct Settings {
     int failed[max_devices] = {};  // the sticky error of a context: no other one is made
     std::vector<Fault> faults;
     std::map<std::string, int64_t> delays;  // microseconds
-    std::map<std::string, bool> hangs;
+    std::map<std::string, bool> hangs, crashes;
+    bool heal = false;  // by a reset
     std::vector<Entry> timeline;
     std::vector<std::string> violations;
 };
@@ -154,7 +156,8 @@ struct State {
     std::mutex mu;
     std::condition_variable changed;
     bool initialized = false;
-    uint64_t next = 1;  // handle; none is given twice, so an old one is found out
+    uint64_t next = 1;
+    std::vector<uint64_t> gone;  // handles, of which the last is given next: an old one may be another's
     Settings set;
     struct Device {
         int retained = 0;
@@ -169,7 +172,17 @@ struct State {
     std::map<uint64_t, AllocationPtr> allocations;  // by device address
     std::map<uintptr_t, Registered> registered;
     int workers = 0;
-    uint64_t handle() { return 0x10000 + 16 * next++; }
+    uint64_t handle() {
+        if (gone.empty()) return 0x10000 + 16 * next++;
+        uint64_t last = gone.back();
+        gone.pop_back();
+        return last;
+    }
+    template <typename Map>
+    void forget(Map &objects, uint64_t handle) {
+        objects.erase(handle);
+        gone.push_back(handle);
+    }
 };
 
 extern State &s;
@@ -178,15 +191,19 @@ extern State &s;
 
 int64_t now();  // nanoseconds since the library was loaded; with or without the lock
 void violate(const std::string &text);
+// missing is a violation by a call that was given something that is not there, or another
+// context's, and its code.
+int missing(const char *call, int code);
 
 // fault takes one use of a fault injected for any of the names.
 int fault(bool async, const std::vector<std::string> &names);
 // linger does what delays and hangs say of the names; gone ends it early.
 void linger(Lock &lock, const std::vector<std::string> &names, const std::function<bool()> &gone);
 
-// fail is a code that came up in ctx: sticky ones stay, others are told once.
-void fail(const ContextPtr &ctx, int code);
-void destroy(Lock &lock, const ContextPtr &ctx);
+// fail is a code that came up in ctx: one that ends its use stays, others are told once.
+void fail(const ContextPtr &ctx, int code, bool ends);
+inline void fail(const ContextPtr &ctx, int code) { fail(ctx, code, sticky(code)); }
+size_t destroy(Lock &lock, const ContextPtr &ctx);  // returns how much was left in it
 
 // Call is one call of the API: it takes the lock, then does what every call does
 // first. code is not 0 when the call has to return it at once. Under the name of a
@@ -199,6 +216,7 @@ struct Call {
     Call(const char *name, Needs needs);
     // wait blocks until done, or until the context fails, and returns the call's code.
     int wait(const std::function<bool()> &done);
+    int wait_for_device();  // for all that its streams have now
 };
 
 StreamPtr find_stream(uint64_t handle, const ContextPtr &ctx);

@@ -68,9 +68,9 @@ bool command(const std::string &text) {
         s.set.faults.push_back(f);
     } else if (verb == "sticky") {
         int64_t device = -1;
-        if (!(in >> n) || !sticky(int(n)) || !words(in, {{"device", &device}})) return false;
+        if (!(in >> n) || n == 0 || !words(in, {{"device", &device}})) return false;
         for (auto &[handle, ctx] : s.contexts)
-            if (device < 0 || ctx->device == device) fail(ctx, int(n));
+            if (device < 0 || ctx->device == device) fail(ctx, int(n), true);
     } else if (verb == "delay") {
         if (!(in >> name >> n)) return false;
         s.set.delays[name] = n;
@@ -100,6 +100,11 @@ bool command(const std::string &text) {
     } else if (verb == "refuse-registration") {
         s.set.refuse = NOT_SUPPORTED;
         if (in >> n) s.set.refuse = int(n);
+    } else if (verb == "crash") {
+        if (!(in >> name)) return false;
+        s.set.crashes[name] = true;
+    } else if (verb == "heal") {
+        s.set.heal = true;
     } else if (verb == "sigaction") {
         s.set.sigaction = true;
     } else if (verb == "reset") {
@@ -144,6 +149,11 @@ void violate(const std::string &text) {
     if (s.set.violations.size() < max_violations) s.set.violations.push_back(text);
 }
 
+int missing(const char *call, int code) {
+    violate(std::string(call) + ": it is not there, or another context's");
+    return code;
+}
+
 int fault(bool async, const std::vector<std::string> &names) {
     for (auto &f : s.set.faults) {
         if (f.async != async || f.times == 0 || std::find(names.begin(), names.end(), f.name) == names.end()) continue;
@@ -160,6 +170,7 @@ int fault(bool async, const std::vector<std::string> &names) {
 void linger(Lock &lock, const std::vector<std::string> &names, const std::function<bool()> &gone) {
     int64_t micros = 0;
     for (auto &name : names) {
+        if (s.set.crashes.count(name)) abort();
         auto it = s.set.delays.find(name);
         if (it != s.set.delays.end()) micros = std::max(micros, it->second);
     }

@@ -1,5 +1,5 @@
 // The fake driver: the threads of a block. They run on the thread of their CUDA
-// stream, one after the other, as fibers that change places at a barrier.
+// stream, one after the other and in no order, as fibers that change places at a barrier.
 //
 // A fiber runs threads from a loop until one comes to a barrier; it is then that
 // thread's, and the next fiber goes on with the loop. So a kernel without barriers
@@ -8,7 +8,10 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include "kernel.h"
@@ -46,6 +49,8 @@ struct Runner {
     const Twin *twin;
     void **args;
     unsigned next, count;  // threads of the block that have begun, and all
+    std::vector<unsigned> blocks, threads;  // in the order in which they run
+    std::minstd_rand random;  // always the same, so that what fails does so again
     Fiber main, *running = &main;
     std::vector<Fiber *> idle;
     std::vector<Fiber *> waiting;  // at the barrier
@@ -65,6 +70,11 @@ struct Runner {
     void hop();
     void barrier();
     void loop();
+    void shuffle(std::vector<unsigned> &order, size_t n) {
+        order.resize(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), random);
+    }
 };
 
 thread_local Runner *runner;
@@ -109,6 +119,7 @@ void Runner::hop() {
         if (turn == round.size()) {  // all have come to the barrier, or ended
             round.swap(waiting);
             waiting.clear();
+            std::shuffle(round.begin(), round.end(), random);
             turn = 0;
         }
         if (turn < round.size()) to = round[turn++];
@@ -135,7 +146,7 @@ void Runner::barrier() {
 void Runner::loop() {
     for (;;) {
         while (next < count) {
-            unsigned i = next++;
+            unsigned i = threads[next++];
             threadIdx = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
             twin->run(args);
         }
@@ -153,13 +164,13 @@ void run_grid(const Twin &twin, void **args, const unsigned grid[3], const unsig
     runner->count = block[0] * block[1] * block[2];
     blockDim = {block[0], block[1], block[2]};
     gridDim = {grid[0], grid[1], grid[2]};
-    for (unsigned z = 0; z < grid[2]; z++)
-        for (unsigned y = 0; y < grid[1]; y++)
-            for (unsigned x = 0; x < grid[0]; x++) {
-                blockIdx = {x, y, z};
-                runner->next = 0;
-                runner->hop();
-            }
+    runner->shuffle(runner->blocks, uint64_t(grid[0]) * grid[1] * grid[2]);
+    for (unsigned i : runner->blocks) {
+        blockIdx = {i % grid[0], i / grid[0] % grid[1], i / grid[0] / grid[1]};
+        runner->shuffle(runner->threads, runner->count);
+        runner->next = 0;
+        runner->hop();
+    }
 }
 
 void free_fibers() {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,8 @@
 namespace fake {
 
 namespace {
+
+constexpr std::chrono::microseconds lock_mib{100};  // to register 1 MiB, as an H200 takes
 
 constexpr size_t grain = 512;  // device memory is counted and aligned in these
 
@@ -144,18 +147,18 @@ API cuMemAlloc_v2(uint64_t *address, size_t n) {
     return SUCCESS;
 }
 
-// The real driver waits for the device here, but cuda.h does not promise it: an op
-// that comes later than this call finds its memory gone.
+// It waits for the device, as the real one does, but cuda.h does not promise that: an op
+// that has not ended before this call finds its memory gone.
 API cuMemFree_v2(uint64_t address) {
     ENTER(Current);
     if (address == 0) return SUCCESS;
     auto it = s.allocations.find(address);
-    if (it == s.allocations.end() || it->second->ctx != c.ctx) return INVALID_VALUE;
+    if (it == s.allocations.end() || it->second->ctx != c.ctx) return missing(__func__, INVALID_VALUE);
     if (it->second.use_count() > 1) violate("cuMemFree_v2: " + range(address, it->second->size) + " is in use");
     if (!it->second->intact()) violate("cuMemFree_v2: the bytes behind " + range(address, it->second->size) + " were written");
     c.ctx->used -= grains(it->second->size);
     s.allocations.erase(it);
-    return SUCCESS;
+    return c.wait_for_device();
 }
 
 API cuMemGetInfo_v2(size_t *free, size_t *total) {
@@ -178,13 +181,15 @@ API cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
     std::vector<unsigned char> resident((address + n - first + page - 1) / page);
     if (mincore(reinterpret_cast<void *>(first), address + n - first, resident.data()) != 0) return INVALID_VALUE;
     s.registered[address] = Registered{n, s.next++, c.ctx};
+    s.changed.wait_for(c.lock, lock_mib * (n >> 20), [] { return false; });
     return SUCCESS;
 }
 
 API cuMemHostUnregister(void *p) {
     ENTER(Current);
     if (!p) return INVALID_VALUE;
-    return s.registered.erase(reinterpret_cast<uintptr_t>(p)) ? SUCCESS : HOST_MEMORY_NOT_REGISTERED;
+    if (!s.registered.erase(reinterpret_cast<uintptr_t>(p))) return missing(__func__, HOST_MEMORY_NOT_REGISTERED);
+    return c.wait_for_device();
 }
 
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t n, uint64_t stream) {

@@ -117,6 +117,7 @@ using namespace fake;
 API cuModuleLoadDataEx(uint64_t *module, const void *image, unsigned n, const int *options, void **values) {
     ENTER(Current);
     if (!module || !image || (n > 0 && (!options || !values))) return INVALID_VALUE;
+    if (int code = c.wait_for_device()) return code;
     if (!s.set.module_loaded) disturb_signals();
     s.set.module_loaded = true;
     const char *text = static_cast<const char *>(image);
@@ -150,10 +151,13 @@ API cuModuleLoadDataEx(uint64_t *module, const void *image, unsigned n, const in
 API cuModuleUnload(uint64_t module) {
     ENTER(Current);
     auto it = s.modules.find(module);
-    if (it == s.modules.end() || it->second->ctx != c.ctx) return INVALID_HANDLE;
-    s.modules.erase(it);
-    for (auto f = s.functions.begin(); f != s.functions.end();) f = f->second.module == module ? s.functions.erase(f) : std::next(f);
-    return SUCCESS;
+    if (it == s.modules.end() || it->second->ctx != c.ctx) return missing(__func__, INVALID_HANDLE);
+    s.forget(s.modules, module);
+    std::vector<uint64_t> functions;
+    for (auto &[handle, f] : s.functions)
+        if (f.module == module) functions.push_back(handle);
+    for (uint64_t handle : functions) s.forget(s.functions, handle);
+    return c.wait_for_device();
 }
 
 API cuModuleGetFunction(uint64_t *function, uint64_t module, const char *name) {

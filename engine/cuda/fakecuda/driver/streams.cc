@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <chrono>
 #include <cstring>
 #include <thread>
 
@@ -11,6 +12,8 @@
 namespace fake {
 
 namespace {
+
+constexpr std::chrono::microseconds with_time{4};  // of a stream's, for an event
 
 constexpr size_t max_timeline = 1 << 20;  // entries, lest a long test eats the memory
 
@@ -75,9 +78,9 @@ uint64_t enqueue(const StreamPtr &stream, Op op) {
     return ++stream->enqueued;
 }
 
-static std::shared_ptr<Event> find_event(uint64_t handle) {
+static std::shared_ptr<Event> find_event(uint64_t handle, const ContextPtr &ctx) {
     auto it = s.events.find(handle);
-    return it != s.events.end() ? it->second : nullptr;
+    return it != s.events.end() && it->second->ctx == ctx ? it->second : nullptr;
 }
 
 }  // namespace fake
@@ -108,9 +111,9 @@ API cuStreamCreate(uint64_t *handle, unsigned flags) {
 API cuStreamDestroy_v2(uint64_t handle) {
     ENTER(Current);
     StreamPtr stream = find_stream(handle, c.ctx);
-    if (!stream) return INVALID_HANDLE;
+    if (!stream) return missing(__func__, INVALID_HANDLE);
     bool idle = stream->done == stream->enqueued;
-    s.streams.erase(handle);
+    s.forget(s.streams, handle);
     stream->closing = true;
     s.changed.notify_all();
     if (idle) s.changed.wait(c.lock, [&] { return stream->ended; });
@@ -128,8 +131,8 @@ API cuStreamSynchronize(uint64_t handle) {
 API cuStreamWaitEvent(uint64_t handle, uint64_t event, unsigned flags) {
     ENTER(Enqueue);
     StreamPtr stream = find_stream(handle, c.ctx);
-    auto e = find_event(event);
-    if (!stream || !e) return INVALID_HANDLE;
+    auto e = find_event(event, c.ctx);
+    if (!stream || !e) return missing(__func__, INVALID_HANDLE);
     if (flags > 1) return INVALID_VALUE;
     if (!e->mark) return SUCCESS;
     Op op;
@@ -154,18 +157,21 @@ API cuEventCreate(uint64_t *handle, unsigned flags) {
 
 API cuEventDestroy_v2(uint64_t event) {
     ENTER(Current);
-    return s.events.erase(event) ? SUCCESS : INVALID_HANDLE;
+    if (!find_event(event, c.ctx)) return missing(__func__, INVALID_HANDLE);
+    s.forget(s.events, event);
+    return SUCCESS;
 }
 
 API cuEventRecord(uint64_t event, uint64_t handle) {
     ENTER(Enqueue);
     StreamPtr stream = find_stream(handle, c.ctx);
-    auto e = find_event(event);
-    if (!stream || !e || e->ctx != c.ctx) return INVALID_HANDLE;
+    auto e = find_event(event, c.ctx);
+    if (!stream || !e) return missing(__func__, INVALID_HANDLE);
     auto mark = e->mark = std::make_shared<Mark>();
     Op op;
     op.call = __func__;
     op.kind = "record";
+    if (!(e->flags & 2)) op.run = [] { return std::this_thread::sleep_for(with_time), SUCCESS; };
     op.end = [mark] {
         mark->done = true;
         mark->at = now();
@@ -176,24 +182,25 @@ API cuEventRecord(uint64_t event, uint64_t handle) {
 
 API cuEventQuery(uint64_t event) {
     ENTER(Current);
-    auto e = find_event(event);
-    if (!e) return INVALID_HANDLE;
+    auto e = find_event(event, c.ctx);
+    if (!e) return missing(__func__, INVALID_HANDLE);
     return !e->mark || e->mark->done ? SUCCESS : NOT_READY;
 }
 
 API cuEventSynchronize(uint64_t event) {
     ENTER(Current);
-    auto e = find_event(event);
-    if (!e) return INVALID_HANDLE;
+    auto e = find_event(event, c.ctx);
+    if (!e) return missing(__func__, INVALID_HANDLE);
     auto mark = e->mark;
     return c.wait([&] { return !mark || mark->done; });
 }
 
 API cuEventElapsedTime(float *millis, uint64_t start, uint64_t end) {
     ENTER(Current);
-    auto a = find_event(start), b = find_event(end);
+    auto a = find_event(start, c.ctx), b = find_event(end, c.ctx);
     if (!millis) return INVALID_VALUE;
-    if (!a || !b || !a->mark || !b->mark || (a->flags | b->flags) & 2) return INVALID_HANDLE;
+    if (!a || !b) return missing(__func__, INVALID_HANDLE);
+    if (!a->mark || !b->mark || (a->flags | b->flags) & 2) return INVALID_HANDLE;
     if (!a->mark->done || !b->mark->done) return NOT_READY;
     *millis = static_cast<float>((b->mark->at - a->mark->at) / 1e6);
     return SUCCESS;
