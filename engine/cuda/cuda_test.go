@@ -310,6 +310,9 @@ func TestAWeightOfSeveralPiecesLandsWhole(t *testing.T) {
 	t.Cleanup(host.Close)
 	m, err := stack.New(stack.Spec{Name: "tall", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 40_000, 32)}) // 5.1 MB
 	require.NoError(t, err)
+	if r.fake != nil {
+		r.Control("late 3000") // the next piece is written only when the last one is there
+	}
 	there, err := cuda.Stack(device, m)
 	require.NoError(t, err)
 	here, err := cpu.Stack(host, m)
@@ -368,6 +371,111 @@ func TestStagesAreTimed(t *testing.T) {
 	require.GreaterOrEqual(t, s.D2H, 450*time.Millisecond)
 	require.Positive(t, s.Compute)
 	require.Less(t, s.Compute, 450*time.Millisecond)
+	records := 0
+	for _, op := range r.Timeline() {
+		if op.Kind == "record" {
+			records++
+		}
+	}
+	require.Equal(t, 6+3+3, records, "each event with a time costs a CUDA stream microseconds")
+}
+
+func TestADeviceIsTheOneThatWasAskedFor(t *testing.T) {
+	r := newRig(t)
+	r.Fake() // it has two
+	c := r.config(16 * mib)
+	c.Device = 1
+	h := r.open(t, c)
+	require.Equal(t, "cuda:1", h.Name())
+	m, err := cuda.Stack(h, mlp(t))
+	require.NoError(t, err)
+	require.Equal(t, "cuda:1", m.Info().Device)
+	_, err = engine.Compute(t.Context(), m, nil, floats(1, 9, 50))
+	require.NoError(t, err)
+	for _, op := range r.Timeline() {
+		require.Equal(t, 1, op.Device, op.Kind)
+	}
+}
+
+func TestALaneHasOneAllocation(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	sink := builtin(t, cuda.Builtins(h), "sink")
+	for rows := range int64(4) { // one after the other, all on the lane that was idle last
+		_, err := engine.Compute(t.Context(), sink, nil, floats(1, 4*rows+1, mib/4))
+		require.NoError(t, err)
+	}
+	require.Equal(t, 1, r.Live().Allocations)
+	require.EqualValues(t, 14*mib, r.Live().Bytes)
+}
+
+func TestInputIsFreeWhenItIsOnTheDevice(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	r.Control("hang cuMemcpyDtoHAsync_v2")
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	x := engine.Input{Port: relu.Info().Inputs[0].Name, Desc: floats(1, 40, mib/4).Desc, ChunkBytes: mib}
+	run, err := relu.Open(t.Context(), engine.Call{Inputs: []engine.Input{x}})
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	for range 16 + 1 { // a run has 16 blocks of input, of which none is back
+		k, err := run.Borrow(ctx)
+		require.NoError(t, err)
+		run.Filled(k)
+	}
+	r.Control("unhang")
+	require.NoError(t, run.Close())
+}
+
+func TestARunThatWaitsBehindAHangCloses(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib)) // which does not say so for 30 s
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	r.Control("hang cuLaunchKernel")
+	begin := func(rows int64) engine.Run {
+		x := engine.Input{Port: relu.Info().Inputs[0].Name, Desc: floats(1, rows, mib/4).Desc, ChunkBytes: mib}
+		run, err := relu.Open(t.Context(), engine.Call{Inputs: []engine.Input{x}})
+		require.NoError(t, err)
+		for range rows {
+			k, err := run.Borrow(t.Context())
+			require.NoError(t, err)
+			run.Filled(k)
+		}
+		return run
+	}
+	first := begin(8) // it has all lanes
+	testkit.Eventually(t, func() bool {
+		copied := 0
+		for _, op := range r.Timeline() {
+			if op.Kind == "h2d" {
+				copied++
+			}
+		}
+		return copied == 8
+	}, "the first run's input on the device")
+	require.NoError(t, begin(3).Close())
+	r.Control("unhang")
+	require.NoError(t, first.Close())
+}
+
+func TestADeviceThatHungAndDiedIsNotSaidToBeBack(t *testing.T) {
+	r := newRig(t)
+	c := r.config(16 * mib)
+	c.Hang = 500 * time.Millisecond
+	h := r.open(t, c)
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	well := watch(t, relu)
+	r.Control("hang cuLaunchKernel; async fail cuLaunchKernel 700 times 1")
+	ended := soon(func() error {
+		_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+		return err
+	})
+	testkit.Eventually(t, func() bool { return well.last() != nil }, "the device to be said to hang")
+	r.Control("unhang")
+	require.ErrorIs(t, ended(t), engine.ErrUnavailable)
+	requireGone(t, r)
+	require.Equal(t, 1, well.changes(), "%v", well.told)
 }
 
 func TestPageLockedMemoryStaysWithinItsBound(t *testing.T) {
@@ -569,6 +677,7 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 		"a copy in fails":            {"async fail cuMemcpyHtoDAsync_v2 719 after 4 times 1", "CUDA_ERROR_LAUNCH_FAILED", true},
 		"a copy back fails":          {"async fail cuMemcpyDtoHAsync_v2 714 after 2 times 1", "714", true},
 		"memory is broken":           {"sticky 214", "CUDA_ERROR_ECC_UNCORRECTABLE", true},
+		"a code that is not known":   {"sticky 911", "911", true},
 		"nobody knows":               {"fail cuEventSynchronize 999 after 3 times 1", "CUDA_ERROR_UNKNOWN", true},
 		"a time is not told":         {"fail cuEventElapsedTime 700 after 2 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS", true},
 		"a wait fails":               {"fail cuEventSynchronize 1 after 3 times 1", "CUDA_ERROR_INVALID_VALUE", true},
@@ -581,7 +690,7 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 			require.NoError(t, err)
 			relu := builtin(t, cuda.Builtins(h), "relu")
 			well := watch(t, relu)
-			x, z := floats(1, 9, mib/4), floats(2, 3000, 50)
+			x, z := floats(1, 5, mib/4), floats(2, 1000, 50)
 			want, err := engine.Compute(t.Context(), m, nil, z)
 			require.NoError(t, err)
 			r.Control(f.commands)
@@ -629,8 +738,8 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 	}
 }
 
-// requireLost checks that h is lost for good, and says why and what to do.
-func requireLost(t testing.TB, r *rig, h *cuda.Host, well *health, why string) {
+// requireGone waits until a host hears that it is lost.
+func requireGone(t testing.TB, r *rig) {
 	t.Helper()
 	testkit.Eventually(t, func() bool {
 		select {
@@ -640,6 +749,12 @@ func requireLost(t testing.TB, r *rig, h *cuda.Host, well *health, why string) {
 			return false
 		}
 	}, "the device to be lost")
+}
+
+// requireLost checks that h is lost for good, and says why and what to do.
+func requireLost(t testing.TB, r *rig, h *cuda.Host, well *health, why string) {
+	t.Helper()
+	requireGone(t, r)
 	require.Equal(t, 1, well.changes(), "%v", well.told)
 	_, computes := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "relu"), nil, floats(1, 100))
 	_, loads := cuda.Stack(h, mlp(t))
@@ -712,6 +827,10 @@ func TestAModelTellsWhatItTakesOnTheDevice(t *testing.T) {
 	c, ok := engine.As[interface{ Close() error }](m)
 	require.True(t, ok)
 	require.NoError(t, c.Close())
+	require.Equal(t, before, r.Live().Allocations)
+	r.Control("fail cuMemAlloc_v2 2 after 3")
+	_, err = cuda.Stack(h, mlp(t))
+	require.ErrorContains(t, err, "device memory for weights")
 	require.Equal(t, before, r.Live().Allocations)
 }
 

@@ -6,10 +6,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"os/exec"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -26,6 +28,8 @@ import (
 // RealDriver names the environment variable of a driver to test on a GPU, such as
 // libcuda.so.1. What needs faults or looks into the driver is then skipped.
 const RealDriver = "TENSORFERRY_TEST_DRIVER"
+
+const mib = 1 << 20
 
 // library is the driver to test, and how much less to do where it is the fake one.
 func library(t testing.TB) (path string, less int64) {
@@ -106,6 +110,65 @@ func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
 		}
 	})
 	require.Empty(t, p.pieces)
+}
+
+func TestTheDriverIsLookedForInTwoPlaces(t *testing.T) {
+	path, _ := library(t)
+	_, err := openFirst(slog.Default(), "/no/such/library", path)
+	require.NoError(t, err)
+	_, err = openFirst(slog.Default(), "/no/such/library", "/nor/such")
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	require.ErrorContains(t, err, "/no/such/library")
+}
+
+func TestNoMoreThanItsBoundIsLockedAndTheRestIsGivenBack(t *testing.T) {
+	path, _ := library(t)
+	h, err := Open(Config{Library: path, PinnedBytes: pieceBytes + 2*mib})
+	require.NoError(t, err)
+	t.Cleanup(h.Close)
+	p := h.device.pinned
+	var all [][]byte
+	for range 3 {
+		mem, err := p.Alloc(pieceBytes)
+		require.NoError(t, err)
+		all = append(all, mem)
+	}
+	locked := 0
+	for _, q := range p.pieces {
+		if q.locks {
+			locked += len(q.mem)
+		}
+	}
+	require.Equal(t, pieceBytes, locked)
+	for _, mem := range all {
+		p.Free(mem)
+	}
+	require.Len(t, p.pieces, 1)
+}
+
+func TestNoChildHasThePiecesOfADevice(t *testing.T) {
+	path, _ := library(t)
+	q := openDevice(t, path).device.pinned.pieces[0]
+	maps, err := os.ReadFile("/proc/self/smaps")
+	require.NoError(t, err)
+	_, of, found := strings.Cut(string(maps), fmt.Sprintf("\n%x-%x ", q.base(), q.base()+uintptr(len(q.mem))))
+	require.True(t, found)
+	_, flags, _ := strings.Cut(of, "VmFlags:")
+	flags, _, _ = strings.Cut(flags, "\n")
+	require.Contains(t, strings.Fields(flags), "dc", "MADV_DONTFORK") // see proc_pid_smaps(5)
+}
+
+func TestTheStageOfWeightsIsGivenBack(t *testing.T) {
+	path, _ := library(t)
+	h := openDevice(t, path)
+	w := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{8, 8}}, Data: make([]byte, 4*8*8)}
+	m, err := stack.New(stack.Spec{Name: "m", Version: "1", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": w})
+	require.NoError(t, err)
+	_, err = Stack(h, m)
+	require.NoError(t, err)
+	for _, q := range h.device.pinned.pieces {
+		require.True(t, q.idle(), "%v of %d", q.free, len(q.mem))
+	}
 }
 
 // TestPiecesHandOutWhatIsFree takes and gives memory at random, beside a list of what is taken.

@@ -8,6 +8,7 @@ package cuda
 import "C"
 
 import (
+	"cmp"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -61,21 +62,27 @@ func answer[T any](hang time.Duration, ask func() (T, error), undo func(T)) (T, 
 // openDriver sets defaults and counts devices. Errors wrap engine.ErrUnavailable.
 func (c *Config) openDriver() (d *driver, devices, version int, err error) {
 	c.setDefaults()
-	if d, err = openLibrary(c.Library, c.Log); err == nil {
+	libraries := []string{c.Library}
+	if c.Library == defaultLibrary {
+		libraries = append(libraries, mountedLibrary)
+	}
+	if d, err = openFirst(c.Log, libraries...); err == nil {
 		devices, version, err = d.count()
 	}
 	return d, devices, version, err
 }
 
-// openLibrary opens a library, or the default one where containers have it.
-func openLibrary(library string, log *slog.Logger) (*driver, error) {
-	d, err := openOne(library, log)
-	if library == defaultLibrary && err != nil {
-		if mounted, bad := openOne(mountedLibrary, log); bad == nil {
-			return mounted, nil
+// openFirst opens the first library that there is, and says why the first is not if none is.
+func openFirst(log *slog.Logger, libraries ...string) (*driver, error) {
+	var why error
+	for _, library := range libraries {
+		d, err := openOne(library, log)
+		if err == nil {
+			return d, nil
 		}
+		why = cmp.Or(why, err)
 	}
-	return d, err
+	return nil, why
 }
 
 func openOne(library string, log *slog.Logger) (*driver, error) {

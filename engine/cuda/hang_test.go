@@ -102,7 +102,7 @@ func TestADriverThatHangsAtOpenIsNotWaitedForLong(t *testing.T) {
 			r.Control("hang " + name)
 			c := r.config(mib)
 			c.Hang = 25 * time.Millisecond
-			_, err := cuda.Open(c)
+			err := soon(func() error { _, err := cuda.Open(c); return err })(t)
 			require.ErrorIs(t, err, engine.ErrUnavailable)
 			require.ErrorContains(t, err, "the driver has not answered for 100ms")
 			r.Control("unhang")
@@ -179,7 +179,7 @@ func (tc hang) test(t *testing.T, r *rig, opening *sync.Mutex) {
 	default:
 		testkit.Eventually(t, func() bool { return well.last() != nil }, "the device to be said to hang")
 		if tc.by == aLoss {
-			<-r.lost
+			requireGone(t, r)
 		}
 		another, loads := soon(func() error { return compute(sink) }), soon(load)
 		require.ErrorIs(t, well.last(), engine.ErrUnavailable)
