@@ -31,16 +31,16 @@ var opened = struct {
 	byName map[string]*C.tf_driver
 }{byName: make(map[string]*C.tf_driver)}
 
-// answer is what a driver answers to ask, which a goroutine runs that ends with it: a driver
-// may hang. What comes too late is undone.
-func answer[T any](hang time.Duration, ask func() (T, error), undo func(T)) (T, error) {
+// bounded returns what open does, which it runs in a goroutine that ends with it: a driver may
+// hang. It waits for openHangs times hang; a result that comes later is passed to undo.
+func bounded[T any](hang time.Duration, open func() (T, error), undo func(T)) (T, error) {
 	type result struct {
 		of  T
 		err error
 	}
 	in, late := make(chan result), make(chan struct{})
 	go func() {
-		of, err := ask()
+		of, err := open()
 		select {
 		case in <- result{of, err}:
 		case <-late:
@@ -151,7 +151,7 @@ func (d *driver) describe(i, version int) (Device, error) {
 // Devices opens a driver, libcuda.so.1 if library is empty, and describes its
 // devices, one or more. It waits for two minutes at most. Errors wrap engine.ErrUnavailable.
 func Devices(name string) ([]Device, error) {
-	return answer(hangWait, func() ([]Device, error) { return devices(Config{Library: name}) }, func([]Device) {})
+	return bounded(hangWait, func() ([]Device, error) { return devices(Config{Library: name}) }, func([]Device) {})
 }
 
 func devices(c Config) ([]Device, error) {

@@ -17,7 +17,7 @@ import (
 // It waits for the driver four times Config.Hang at most. Errors wrap engine.ErrUnavailable.
 func Open(c Config) (*Host, error) {
 	c.setDefaults()
-	return answer(c.Hang, func() (*Host, error) { return open(c) }, (*Host).Close)
+	return bounded(c.Hang, func() (*Host, error) { return open(c) }, (*Host).Close)
 }
 
 func open(c Config) (*Host, error) {
