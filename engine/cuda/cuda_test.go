@@ -681,7 +681,6 @@ func TestAFaultEndsEveryCallWithItsCauseAndLeavesNothing(t *testing.T) {
 		"a copy in fails":            {"async fail cuMemcpyHtoDAsync_v2 719 after 4 times 1", "CUDA_ERROR_LAUNCH_FAILED", true},
 		"a copy back fails":          {"async fail cuMemcpyDtoHAsync_v2 714 after 2 times 1", "714", true},
 		"memory is broken":           {"sticky 214", "CUDA_ERROR_ECC_UNCORRECTABLE", true},
-		"a code that is not known":   {"sticky 911", "911", true},
 		"nobody knows":               {"fail cuEventSynchronize 999 after 3 times 1", "CUDA_ERROR_UNKNOWN", true},
 		"a time is not told":         {"fail cuEventElapsedTime 700 after 2 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS", true},
 		"a wait fails":               {"fail cuEventSynchronize 1 after 3 times 1", "CUDA_ERROR_INVALID_VALUE", true},
@@ -856,9 +855,10 @@ func closeModel(t testing.TB, m engine.Model) {
 }
 
 func TestAModelOfALostDeviceCloses(t *testing.T) {
-	for name, commands := range map[string]string{
-		"whole":       "async fail cuLaunchKernel 700 times 1",
-		"half loaded": "fail cuStreamSynchronize 700 after 1 times 1",
+	for name, tc := range map[string]struct{ commands, why string }{
+		"whole":              {"async fail cuLaunchKernel 700 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS"},
+		"half loaded":        {"fail cuStreamSynchronize 700 after 1 times 1", "CUDA_ERROR_ILLEGAL_ADDRESS"},
+		"of an unknown code": {"sticky 911", "911"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
@@ -870,14 +870,14 @@ func TestAModelOfALostDeviceCloses(t *testing.T) {
 				m, bad := cuda.Stack(h, mlp(t))
 				require.NoError(t, bad)
 				defer closeModel(t, m)
-				r.Control(commands)
+				r.Control(tc.commands)
 				_, err = engine.Compute(t.Context(), relu, nil, floats(1, 100))
 			} else {
-				r.Control(commands)
+				r.Control(tc.commands)
 				_, err = cuda.Stack(h, mlp(t))
 			}
 			require.ErrorIs(t, err, engine.ErrUnavailable)
-			requireLost(t, r, h, well, "CUDA_ERROR_ILLEGAL_ADDRESS")
+			requireLost(t, r, h, well, tc.why)
 		})
 	}
 }
