@@ -82,6 +82,9 @@ func fakeRig(t testing.TB, path string) *rig {
 	t.Helper()
 	r := &rig{t: t, fake: fakecuda.Open(t, path), path: path}
 	t.Cleanup(func() {
+		if t.Failed() {
+			return // what is left is a consequence
+		}
 		defer func() {
 			if t.Failed() {
 				t.Logf("left on the driver: %+v", r.fake.Live())

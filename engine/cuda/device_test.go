@@ -129,6 +129,7 @@ func TestNoMoreThanItsBoundIsLockedAndTheRestIsGivenBack(t *testing.T) {
 	require.NoError(t, err)
 	t.Cleanup(h.Close)
 	p := h.device.pinned
+	require.True(t, p.pieces[0].is, "the first piece is locked when the device is open")
 	var all [][]byte
 	for range 3 {
 		mem, err := p.Alloc(pieceBytes)
