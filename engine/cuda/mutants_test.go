@@ -11,6 +11,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -107,30 +108,30 @@ func TestEveryMutantIsKilled(t *testing.T) {
 		t.Skip("takes minutes; make cuda-mutants runs it")
 	}
 	fakecuda.Build(t, fakecuda.Options{})
-	killed := 0
+	var killed atomic.Int32
+	t.Cleanup(func() { fmt.Printf("killed %d of %d\n", killed.Load(), len(mutants)) })
 	for _, m := range mutants {
-		dir := t.TempDir()
-		text, err := os.ReadFile(m.file)
-		require.NoError(t, err)
-		require.Equal(t, 1, strings.Count(string(text), m.text), "%s: the text to break", m.name)
-		broken, overlay := filepath.Join(dir, m.file), filepath.Join(dir, "overlay.json")
-		require.NoError(t, os.WriteFile(broken, []byte(strings.Replace(string(text), m.text, m.instead, 1)), 0o600))
-		whole, err := filepath.Abs(m.file)
-		require.NoError(t, err)
-		list, err := json.Marshal(map[string]any{"Replace": map[string]string{whole: broken}})
-		require.NoError(t, err)
-		require.NoError(t, os.WriteFile(overlay, list, 0o600))
-		binary := filepath.Join(dir, "cuda.test")
-		out, err := exec.Command("go", "test", "-c", "-vet=off", "-o", binary, "-overlay", overlay, ".").CombinedOutput()
-		require.NoError(t, err, "%s does not build: %s", m.name, out)
-		out, err = exec.Command(binary, "-test.skip", slow, "-test.failfast", "-test.timeout", "2m").CombinedOutput()
-		if err == nil || strings.Contains(string(out), "test timed out") {
-			t.Errorf("survived, or hung a test: %s", m.name)
-			continue
-		}
-		killed++
-		by, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
-		fmt.Printf("killed: %s, by %.80s\n", m.name, cmp.Or(strings.TrimPrefix(by, "--- FAIL: "), "a crash"))
+		t.Run(m.name, func(t *testing.T) {
+			t.Parallel() // some are killed by a wait in vain
+			dir := t.TempDir()
+			text, err := os.ReadFile(m.file)
+			require.NoError(t, err)
+			require.Equal(t, 1, strings.Count(string(text), m.text), "the text to break")
+			broken, overlay := filepath.Join(dir, m.file), filepath.Join(dir, "overlay.json")
+			require.NoError(t, os.WriteFile(broken, []byte(strings.Replace(string(text), m.text, m.instead, 1)), 0o600))
+			whole, err := filepath.Abs(m.file)
+			require.NoError(t, err)
+			list, err := json.Marshal(map[string]any{"Replace": map[string]string{whole: broken}})
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(overlay, list, 0o600))
+			binary := filepath.Join(dir, "cuda.test")
+			out, err := exec.Command("go", "test", "-c", "-vet=off", "-o", binary, "-overlay", overlay, ".").CombinedOutput()
+			require.NoError(t, err, "it does not build: %s", out)
+			out, err = exec.Command(binary, "-test.skip", slow, "-test.failfast", "-test.timeout", "2m").CombinedOutput()
+			require.True(t, err != nil && !strings.Contains(string(out), "test timed out"), "survived, or hung a test")
+			killed.Add(1)
+			by, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")
+			fmt.Printf("killed: %s, by %.80s\n", m.name, cmp.Or(strings.TrimPrefix(by, "--- FAIL: "), "a crash"))
+		})
 	}
-	fmt.Printf("killed %d of %d\n", killed, len(mutants))
 }
