@@ -119,7 +119,11 @@ func load(dir string, files fs.FS, open func() (*tensorfile.Safetensors, error))
 		return nil, fmt.Errorf("stack: model in %s: %w", dir, err)
 	}
 	defer weights.Close() // only ends the loan of the views; they have been copied
-	return build(spec, weights.Tensor)
+	m, err := build(spec, weights.Tensor)
+	if err != nil {
+		return nil, fmt.Errorf("%w (in %s)", err, dir)
+	}
+	return m, nil
 }
 
 func readSpec(files fs.FS) (Spec, error) {
@@ -136,6 +140,9 @@ func readSpec(files fs.FS) (Spec, error) {
 		if _, more := d.Token(); !errors.Is(more, io.EOF) {
 			err = errors.New("something follows the model")
 		}
+	}
+	if bad, ok := errors.AsType[*json.SyntaxError](err); ok {
+		err = fmt.Errorf("byte %d: %w", bad.Offset, err)
 	}
 	if text.N == 0 {
 		err = fmt.Errorf("more than %d bytes", maxSpecBytes)

@@ -220,10 +220,10 @@ func (b *builder) build(s Spec) (err error) {
 		b.Steps = append(b.Steps, step)
 	}
 	if len(b.kept) > 0 {
-		return fmt.Errorf("%d residuals are started and never added", len(b.kept))
+		return fmt.Errorf("residuals started and never added: %d", len(b.kept))
 	}
 	if s.Mask && !slices.ContainsFunc(b.Steps, func(s Step) bool { return s.Kind == "attention" }) {
-		return errors.New("has a mask, and no attention that minds it")
+		return errors.New("mask is set, but no layer is an attention; remove mask")
 	}
 	return nil
 }
@@ -306,20 +306,26 @@ func (b *builder) matrix(name, rows string, s *Step) (n int, err error) {
 	return n, err
 }
 
-func (b *builder) linear(l Layer, s *Step) (err error) {
-	if s.Out, err = b.matrix(l.Weight, "out", s); err != nil {
+func (b *builder) linear(l Layer, s *Step) error { return b.project(l.Weight, l.Bias, 0, s) }
+
+// project fills in a step that is linear, to a width of out or, where that is 0, to any.
+func (b *builder) project(weight, bias string, out int, s *Step) (err error) {
+	if s.Out, err = b.matrix(weight, "out", s); err != nil {
 		return err
+	}
+	if out != 0 && s.Out != out {
+		return fmt.Errorf("tensor %q: wanted shape [%d %d], got [%d %d]", weight, out, s.In, s.Out, s.In)
 	}
 	if _, err = b.fit(int64(s.Out)); err != nil {
 		return err
 	}
-	s.Bias, err = b.load(l.Bias, 0, s.Out)
+	s.Bias, err = b.load(bias, 0, s.Out)
 	return err
 }
 
 func (b *builder) embedding(l Layer, s *Step) error {
 	if len(b.Steps) > 0 {
-		return errors.New("is only ever the first layer")
+		return errors.New("must be the first layer")
 	}
 	n, err := b.matrix(l.Weight, "vocabulary", s)
 	b.Vocabulary, b.embedded, b.Items = Vocabulary(n), s.DType, true
@@ -334,18 +340,15 @@ func (b *builder) table(l Layer, s *Step) error {
 
 func (b *builder) attention(l Layer, s *Step) error {
 	if l.Heads < 1 || s.In%l.Heads != 0 {
-		return fmt.Errorf("%d heads do not divide a width of %d", l.Heads, s.In)
+		return fmt.Errorf("heads is %d; wanted a divisor of the width, which is %d", l.Heads, s.In)
 	}
 	in, core := *s, Step{Kind: l.Kind, In: 3 * s.In, Out: s.In, Heads: l.Heads, Causal: l.Causal}
 	in.Kind, s.Kind, b.Items = "linear", "linear", true
-	if err := b.linear(Layer{Weight: l.Weight, Bias: l.Bias}, &in); err != nil {
-		return err
+	if err := b.project(l.Weight, l.Bias, core.In, &in); err != nil {
+		return fmt.Errorf("in_proj: %w", err)
 	}
-	if err := b.linear(Layer{Weight: l.OutWeight, Bias: l.OutBias}, s); err != nil {
-		return fmt.Errorf("out_weight: %w", err)
-	}
-	if in.Out != core.In || s.Out != s.In {
-		return fmt.Errorf("tensors %q and %q: wanted %d and %d rows, got %d and %d", l.Weight, l.OutWeight, core.In, s.In, in.Out, s.Out)
+	if err := b.project(l.OutWeight, l.OutBias, core.Out, s); err != nil {
+		return fmt.Errorf("out_proj: %w", err)
 	}
 	b.Steps = append(b.Steps, in, core)
 	return nil

@@ -139,23 +139,24 @@ func TestASpecOfFormat2ThatDoesNotFitTogetherIsRefused(t *testing.T) {
 		"a mask in format 1":     {Spec{Mask: true, Layers: []Layer{{Kind: "relu"}}}, `mask needs format 2; set "format": 2`},
 		"format 3":               {Spec{Format: 3, Layers: []Layer{embedding}}, "format is 3; wanted 1 or 2"},
 		"format -1":              {Spec{Format: -1, Layers: []Layer{embedding}}, "format is -1; wanted 1 or 2"},
-		"a mask for nothing":     {Spec{Format: 2, Mask: true, Layers: []Layer{embedding}}, "has a mask, and no attention"},
-		"a later embedding":      {Spec{Format: 2, Layers: []Layer{embedding, embedding}}, "only ever the first"},
+		"a mask for nothing":     {Spec{Format: 2, Mask: true, Layers: []Layer{embedding}}, "mask is set, but no layer is an attention"},
+		"a later embedding":      {Spec{Format: 2, Layers: []Layer{embedding, embedding}}, "must be the first layer"},
 		"an embedding of none":   {Spec{Format: 2, Layers: []Layer{{Kind: "embedding"}}}, "no width is given"},
 		"no embedding's weight":  {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "embedding"}}}, "needs a weight"},
 		"a flat embedding":       {Spec{Format: 2, Layers: []Layer{{Kind: "embedding", Weight: "flat"}}}, "wanted shape [vocabulary 6]"},
 		"a bias for embedding":   {Spec{Format: 2, Layers: []Layer{{Kind: "embedding", Weight: "tokens", Bias: "bias"}}}, "has no bias; its fields are kind, weight"},
 		"positions of a width":   {Spec{Format: 2, Layers: []Layer{embedding, {Kind: "positions", Weight: "narrow"}}}, "wanted shape [positions 6]"},
 		"no positions":           {Spec{Format: 2, Layers: []Layer{embedding, {Kind: "positions"}}}, "needs a weight"},
-		"no heads":               {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 0 })}, "0 heads do not divide"},
-		"heads below none":       {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = -2 })}, "-2 heads do not divide"},
-		"heads that leave some":  {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 4 })}, "4 heads do not divide a width of 6"},
+		"no heads":               {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 0 })}, "heads is 0; wanted a divisor of the width, which is 6"},
+		"heads below none":       {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = -2 })}, "heads is -2"},
+		"heads that leave some":  {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Heads = 4 })}, "heads is 4; wanted a divisor of the width, which is 6"},
 		"no in_proj":             {Spec{Format: 2, Width: 6, Layers: attention(func(l *Layer) { l.Weight = "" })}, "needs a weight"},
-		"no out_proj":            {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "" })}, "out_weight: needs a weight"},
-		"in_proj of a width":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Weight = "out" })}, "wanted 18 and 6 rows, got 6 and 6"},
-		"out_proj of a width":    {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "odd" })}, "wanted 18 and 6 rows, got 18 and 5"},
+		"no out_proj":            {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "" })}, "out_proj: needs a weight"},
+		"in_proj of a width":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Weight = "out" })}, `in_proj: tensor "out": wanted shape [18 6], got [6 6]`},
+		"out_proj of a width":    {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutWeight = "odd" })}, `out_proj: tensor "odd": wanted shape [6 6], got [5 6]`},
+		"in_proj and out_proj":   {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Weight, l.Bias = "out", "in" })}, `in_proj: tensor "out": wanted shape [18 6]`},
 		"a bias of in_proj":      {Spec{Format: 2, Layers: attention(func(l *Layer) { l.Bias = "bias" })}, "wanted floats of shape [18]"},
-		"a bias of out_proj":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutBias = "in" })}, "out_weight: tensor \"in\": wanted floats of shape [6]"},
+		"a bias of out_proj":     {Spec{Format: 2, Layers: attention(func(l *Layer) { l.OutBias = "in" })}, "out_proj: tensor \"in\": wanted floats of shape [6]"},
 		"heads for relu":         {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "relu", Heads: 2}}}, "a relu has no heads"},
 		"causal for gated":       {Spec{Format: 2, Width: 6, Layers: []Layer{{Kind: "gated", Activation: "relu", Causal: true}}}, "a gated has no causal"},
 		"out_weight for linear":  {Spec{Format: 2, Layers: []Layer{{Kind: "linear", Weight: "in", OutWeight: "out"}}}, "a linear has no out_weight"},
@@ -235,19 +236,19 @@ func TestAFolderIsLoaded(t *testing.T) {
 		}
 	}
 
-	for name, text := range map[string]string{
-		"an unknown format":  strings.Replace(good, `{"name"`, `{"format": 3, "name"`, 1),
-		"an unknown field":   strings.Replace(good, `"version"`, `"versoin"`, 1),
-		"something after":    good + "{}",
-		"no JSON":            "layers",
-		"a file over limits": good + strings.Repeat(" ", maxSpecBytes),
-		"a weight not there": strings.Replace(good, "a.weight", "z.weight", 1),
+	for name, c := range map[string]struct{ text, why string }{
+		"an unknown format":  {strings.Replace(good, `{"name"`, `{"format": 3, "name"`, 1), `format is 3; wanted 1 or 2 (in `},
+		"an unknown field":   {strings.Replace(good, `"version"`, `"versoin"`, 1), `unknown field "versoin"`},
+		"something after":    {good + "{}", `something follows the model`},
+		"no JSON":            {"layers", `byte 1: invalid character`},
+		"a file over limits": {good + strings.Repeat(" ", maxSpecBytes), `more than 1048576 bytes`},
+		"a weight not there": {strings.Replace(good, "a.weight", "z.weight", 1), `"z.weight"; the file holds`},
 	} {
 		t.Run(name, func(t *testing.T) {
-			write("model.json", []byte(text))
-			if _, err := Load(dir); !errors.Is(err, engine.ErrInfo) {
-				t.Errorf("got %v, want ErrInfo", err)
-			}
+			write("model.json", []byte(c.text))
+			_, err := Load(dir)
+			require.ErrorIs(t, err, engine.ErrInfo)
+			require.ErrorContains(t, err, c.why)
 		})
 	}
 	t.Run("no weights", func(t *testing.T) {
