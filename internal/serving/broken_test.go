@@ -65,12 +65,12 @@ func TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode(t *testing.T) {
 			d.Tensor, d.Port = o.call.Inputs[1].Tensor, "v"
 			p.send(&frame.Frame{Calls: []frame.Call{o.call}, Descs: []frame.Desc{o.desc, d}})
 			return o
-		}, invalid, []string{`"w"`, `"x", "v"`}, false},
+		}, invalid, []string{`"w"`, `["x" "v"]`}, false},
 		"too few inputs": {func(p *peer) *offer {
 			o := small("pair")
 			p.open(o)
 			return o
-		}, invalid, []string{"2 inputs", "has 1"}, false},
+		}, invalid, []string{`takes inputs ["x" "w"]`, `has ["x"]`}, false},
 		"two inputs on one port": {call(func(c *frame.Call) {
 			c.Inputs = append(c.Inputs, frame.Binding{Port: "x", Tensor: tensor.NewID()})
 		}), invalid, []string{`"x"`, "share"}, false},

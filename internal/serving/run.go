@@ -7,8 +7,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -352,20 +350,28 @@ func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine
 // bind puts inputs in the order of a model's ports, and returns the index of each among in.
 func bind(info engine.Info, in []engine.Input) (order []int, inputs []engine.Input, err error) {
 	if len(in) != len(info.Inputs) {
-		return nil, nil, fmt.Errorf("%w: %q has %d inputs, the call has %d", errBinding, info.Name, len(info.Inputs), len(in))
+		return nil, nil, unbound(info, in)
 	}
 	order, inputs = make([]int, len(in)), make([]engine.Input, len(in))
 	for p, port := range info.Inputs {
 		i := slices.IndexFunc(in, func(i engine.Input) bool { return i.Port == port.Name || i.Port == "" && len(in) == 1 })
 		if i < 0 {
-			quoted := make([]string, len(in))
-			for i := range in {
-				quoted[i] = strconv.Quote(in[i].Port)
-			}
-			return nil, nil, fmt.Errorf("%w: %q needs input %q, the call has %s", errBinding, info.Name, port.Name, strings.Join(quoted, ", "))
+			return nil, nil, unbound(info, in)
 		}
 		order[p], inputs[p] = i, in[i]
 		inputs[p].Port = port.Name
 	}
 	return order, inputs, nil
+}
+
+// unbound says which inputs a model takes and which a call has.
+func unbound(info engine.Info, in []engine.Input) error {
+	takes, has := make([]string, len(info.Inputs)), make([]string, len(in))
+	for p, port := range info.Inputs {
+		takes[p] = port.Name
+	}
+	for i := range in {
+		has[i] = in[i].Port
+	}
+	return fmt.Errorf("%w: %q takes inputs %q, the call has %q", errBinding, info.Name, takes, has)
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"strconv"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -124,6 +125,9 @@ func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
 			got, inputs, err := bind(engine.Info{Name: "m", Inputs: tc.model}, in)
 			if tc.want == nil {
 				require.ErrorIs(t, err, errBinding)
+				for _, port := range tc.model {
+					require.ErrorContains(t, err, strconv.Quote(port.Name))
+				}
 				return
 			}
 			require.NoError(t, err)
