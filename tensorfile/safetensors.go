@@ -196,7 +196,7 @@ func (s *Safetensors) Close() error {
 func (s *Safetensors) entry(name string) (Entry, error) {
 	i, ok := s.index[name]
 	if !ok {
-		return Entry{}, fmt.Errorf("%w: %q; the file holds %d others (tensorferry show lists them)", ErrNotFound, name, len(s.entries))
+		return Entry{}, fmt.Errorf("%w: %q; the file holds %d others; tensorferry show lists them", ErrNotFound, name, len(s.entries))
 	}
 	if e := s.entries[i]; e.Foreign != "" {
 		return Entry{}, fmt.Errorf("%w: tensor %q has the data type %q; convert it in Python", ErrUnsupported, name, e.Foreign)

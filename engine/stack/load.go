@@ -1,5 +1,5 @@
-// Package stack reads stack models: layers that x goes through one after the other,
-// from a folder or from Go, checked and with weights as float32. It refuses to
+// Package stack reads stack models, which apply layers to x one after the other, from
+// a folder or from Go. It checks them and converts their weights to float32. It refuses to
 // compute: an engine makes its own program of a Model.
 //
 // Models are read-only and safe for concurrent use; all their bytes are copies.
@@ -19,17 +19,17 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// Spec is a stack model, as model.json has it: layers, one after the other.
+// Spec is the content of model.json: a stack model's layers, in order.
 type Spec struct {
-	// Format is 1, or 0 for it, or 2: with that there are the kinds of a transformer, and Mask.
+	// Format is 1 or 2; 0 means 1. The kinds of a transformer and Mask need 2.
 	Format  int    `json:"format,omitempty"`
 	Name    string `json:"name"`
 	Version string `json:"version"`
-	// Width is the last axis of the input. Zero: what the first layer with a weight takes.
+	// Width is the last axis of the input. Zero means the width that the first weight takes.
 	Width int64 `json:"width,omitempty"`
-	// Mask: a second input, bool or uint8 of [items positions], says which positions the others
-	// attend to: 1 is to be seen, 0 is padding, as in the attention_mask of Hugging Face and the
-	// opposite of torch's key_padding_mask.
+	// Mask adds a second input, mask: bool or uint8 of [items positions]. Positions with 1 are
+	// attended to; positions with 0 are padding. That is the meaning of Hugging Face's
+	// attention_mask, and the opposite of torch's key_padding_mask.
 	Mask   bool    `json:"mask,omitempty"`
 	Layers []Layer `json:"layers"`
 }
@@ -49,17 +49,18 @@ type Layer struct {
 	//	scale      Factor · x
 	//	softmax    over the last axis
 	//
-	// and in format 2, where the first three make x [items positions width], also
+	// or, in format 2, one of the following. A model with one of the first three takes x as
+	// [items positions width].
 	//
-	//	embedding  only first: x is int32 or int64 of [items positions], each the row of the
-	//	           weight, of shape [vocabulary width], that takes its place; y has the weight's data type
-	//	positions  adds row i of the weight, of shape [most width], to position i of each item
-	//	attention  of each position to all of its item, or with Causal to those up to itself, in
-	//	           Heads parts of the width, as torch.nn.MultiheadAttention keeps and computes it:
-	//	           weight and bias are its in_proj, of shape [3·width width] and [3·width], out_weight
-	//	           and out_bias its out_proj; biases may be absent. Where the mask leaves a
-	//	           position nothing, zeros go into out_proj
-	//	gated      of x in two halves, Activation(first) · second: half the width
+	//	embedding  must be the first layer. x is int32 or int64 of [items positions]; each id is
+	//	           replaced by its row of the weight, of shape [vocabulary width], whose data type y has
+	//	positions  adds row i of the weight, of shape [positions width], to position i of each item
+	//	attention  self-attention within each item, with Heads heads, as torch.nn.MultiheadAttention
+	//	           stores and computes it: weight and bias are its in_proj, of shape [3·width width]
+	//	           and [3·width]; out_weight and out_bias are its out_proj; biases may be absent. With
+	//	           Causal, a position attends only to itself and those before it. If a position has
+	//	           nothing to attend to, out_proj gets zeros for it
+	//	gated      Activation(first half of the last axis) · second half; the result has half the width
 	Kind        string   `json:"kind"`
 	Weight      string   `json:"weight,omitempty"`
 	Bias        string   `json:"bias,omitempty"`
@@ -81,16 +82,16 @@ const (
 )
 
 // Load reads a stack model from a folder that holds model.json (a Spec) and
-// weights.safetensors. It copies the weights: nothing of the folder stays open. What
-// does not fit together wraps engine.ErrInfo.
+// weights.safetensors. It copies the weights: nothing of the folder stays open. An
+// error about a model that does not fit together wraps engine.ErrInfo.
 func Load(dir string) (*Model, error) {
 	return load(dir, os.DirFS(dir), func() (*tensorfile.Safetensors, error) {
 		return tensorfile.OpenSafetensors(filepath.Join(dir, weightsFile))
 	})
 }
 
-// LoadFS is Load from a folder of fsys, such as an embed.FS. It reads the file of
-// the weights into memory, where Load maps it, and copies them as Load does.
+// LoadFS is Load from a folder of fsys, such as an embed.FS. It reads weights.safetensors
+// into memory, where Load maps it, and copies the weights as Load does.
 func LoadFS(fsys fs.FS, dir string) (*Model, error) {
 	sub, err := fs.Sub(fsys, dir)
 	if err != nil {

@@ -22,7 +22,7 @@ type Model struct {
 	Residuals     int // how many are open at a time
 	Parameters    int64
 	Steps         []Step
-	// Items: rows are items of [positions width], which know of each other; else positions are rows.
+	// Items says that a row is an item of [positions width], computed as a whole; else each position is a row.
 	Items      bool
 	Mask       bool            // a second input is the mask of Spec
 	Vocabulary Vocabulary      // of the embedding that is the first step; 0: there is none
@@ -31,14 +31,14 @@ type Model struct {
 	positions  int             // the most that an item has
 }
 
-// Step is one layer, checked, with what its kind needs. A layer of attention is three: linear
-// to 3·width, which are the queries, keys and values, each of all heads; attention from these to
-// width; and linear.
+// Step is one checked layer, with what its kind needs. An attention layer becomes three steps: a
+// linear to 3·width, for the queries, keys and values of all heads; the attention itself, from 3·width
+// to width; and a linear.
 type Step struct {
 	Kind         string // as in Layer
 	In, Out      int    // widths
 	Weight, Bias []float32
-	DType        tensor.DataType // linear, embedding, positions: of the tensor that Weight is from
+	DType        tensor.DataType // linear, embedding, positions: of the tensor that Weight was read from
 	Eps          float64
 	Factor       float32
 	Tanh         bool // gelu: approximated
@@ -48,8 +48,8 @@ type Step struct {
 	Activation   string // gated
 }
 
-// Info is what engines say of m: x of [… In] to y of [… Out], rows are all axes but the last, or
-// the first where m is of Items.
+// Info describes m to engines: x of [… In] becomes y of [… Out]. The rows are all axes but the last, or
+// the first axis alone if m.Items.
 func (m *Model) Info() engine.Info {
 	port := func(name string, dtypes []tensor.DataType, shape ...int64) engine.Port {
 		return engine.Port{Name: name, DTypes: dtypes, Shape: shape}
@@ -77,8 +77,8 @@ func (m *Model) Info() engine.Info {
 	return i
 }
 
-// Bind describes y for a call that fits Info, and how many positions an item has: 1 where m is not of
-// Items. It refuses what ports cannot tell, as an *engine.InputError.
+// Bind returns the desc of y for a call that fits Info, and how many positions an item has: 1 unless
+// m.Items. It refuses, with an *engine.InputError, what Info's ports cannot express.
 func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 	x := c.Inputs[0].Desc
 	y = x.Clone()
@@ -98,11 +98,11 @@ func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 	return y, int(x.Shape[1]), nil
 }
 
-// Vocabulary is how many ids an embedding knows.
+// Vocabulary is the number of ids that an embedding has.
 type Vocabulary int
 
-// IDs passes the ids in data, which it borrows, to each, in order: those of items of x, from row on. The
-// first that is outside the vocabulary ends it, with an engine.PublicError that names it and its place.
+// IDs calls each with every id in data, in order. It borrows data, which holds items of x from item row on.
+// It stops at the first id outside the vocabulary, with an engine.PublicError that names the id and its place.
 func (v Vocabulary) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int)) error {
 	size, positions := x.DType.Bits()/8, int(x.Shape[1])
 	for i := range len(data) / size {
@@ -120,12 +120,11 @@ func (v Vocabulary) IDs(x tensor.Desc, row int64, data []byte, each func(i, id i
 	return nil
 }
 
-// kind is what layers of one kind have besides it, what checks one (it fills in the step and, if
-// that is another, its width), and the first format that has it.
+// kind is what there is to know of one kind of layer.
 type kind struct {
-	fields []string
-	check  func(*builder, Layer, *Step) error
-	format int
+	fields []string                           // that a layer may have besides its kind
+	check  func(*builder, Layer, *Step) error // fills in the step, and its Out if the width changes
+	format int                                // the first that has it
 }
 
 var kinds = map[string]kind{
@@ -147,7 +146,7 @@ var kinds = map[string]kind{
 // Kinds returns the kinds of layers that there are, sorted.
 func Kinds() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// checkFields refuses a kind that a format has not, and a field that the kind has not.
+// checkFields refuses a kind that the format does not have, and a field that the kind does not have.
 func (l Layer) checkFields(format int) error {
 	k, ok := kinds[l.Kind]
 	if !ok {
@@ -228,7 +227,7 @@ func (b *builder) build(s Spec) (err error) {
 	return nil
 }
 
-// findWidth takes the width of the first layer that has one: no other changes it.
+// findWidth returns the width of the first weight: the layers before it keep the width.
 func (b *builder) findWidth(layers []Layer) (width int64, err error) {
 	for i, l := range layers {
 		if l.Weight == "" {
@@ -255,7 +254,7 @@ func (b *builder) fit(width int64) (int, error) {
 	return int(width), nil
 }
 
-// load copies a named weight of a shape; one without a name is filled with absent.
+// load copies the weight of that name, which must have that shape. Without a name, every element is absent.
 func (b *builder) load(name string, absent float32, shape ...int) ([]float32, error) {
 	dims := make(tensor.Shape, len(shape))
 	n := 1
@@ -289,7 +288,7 @@ func (b *builder) load(name string, absent float32, shape ...int) ([]float32, er
 	return data, nil
 }
 
-// matrix loads a weight of a step, of as many columns as that is wide, and returns its rows.
+// matrix loads a step's weight, which must have s.In columns, and returns the number of its rows.
 func (b *builder) matrix(name, rows string, s *Step) (n int, err error) {
 	if name == "" {
 		return 0, errors.New("needs a weight")
@@ -308,7 +307,7 @@ func (b *builder) matrix(name, rows string, s *Step) (n int, err error) {
 
 func (b *builder) linear(l Layer, s *Step) error { return b.project(l.Weight, l.Bias, 0, s) }
 
-// project fills in a step that is linear, to a width of out or, where that is 0, to any.
+// project fills in a linear step. Its weight must have out rows, or any number if out is 0.
 func (b *builder) project(weight, bias string, out int, s *Step) (err error) {
 	if s.Out, err = b.matrix(weight, "out", s); err != nil {
 		return err
@@ -354,7 +353,7 @@ func (b *builder) attention(l Layer, s *Step) error {
 	return nil
 }
 
-// activations are those of gated layers.
+// activations lists those that gated layers may have.
 var activations = []string{"relu", "gelu", "gelu_tanh", "silu", "sigmoid"}
 
 func (b *builder) gated(l Layer, s *Step) error {
@@ -376,7 +375,7 @@ func (b *builder) gelu(l Layer, s *Step) error {
 	return nil
 }
 
-// epsilons are what norms have where a layer says nothing.
+// epsilons are the defaults of the norms' eps.
 var epsilons = map[string]float64{"layernorm": 1e-5, "rmsnorm": 1e-6}
 
 func (b *builder) norm(l Layer, s *Step) (err error) {
