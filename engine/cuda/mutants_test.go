@@ -94,10 +94,19 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"what was not locked is unlocked", "memory.go", "if q.is {", "if true {"},
 	{"ordinary memory is kept", "memory.go", "q.idle() && !q.locks {", "false {"},
 	{"a caller waits for the driver to lock", "memory.go", "go p.lock(q)", "p.mu.Unlock()\n\t\tp.lock(q)\n\t\tp.mu.Lock()"},
-	{"float64 is float32", "models.go", "c.Inputs[0].Desc.DType == tensor.Float32", "c.Inputs[0].Desc.DType != tensor.Float32"},
+	{"float64 is float32", "models.go", "if dtype != tensor.Float64 {", "if true {"},
 	{"the stage of a weight is kept", "stack.go", "defer v.pinned.Free(stage)\n", ""},
 	{"half a model stays on the device", "stack.go", "c.free(v)\n\t\t\treturn err", "return err"},
 	{"the device does not know of weights", "stack.go", "v.weights[w] = struct{}{}\n", ""},
+	{"ids are not checked", "device.go", "if p.check != nil {", "if false {"},
+	{"a mask lies over its input", "device.go", "b.in[i].at = C.size_t(p.second(w.Rows))", "b.in[i].at = C.size_t(0)"},
+	{"nothing is masked", "stack.go", "p.mask = at + kernels.Address(mask(rows))", "p.mask = 0"},
+	{"results are left as float32", "stack.go", "p.convert(l, y.DType)\n", ""},
+	{"no mean is subtracted", "stack.go", "k.Centered = 1", "k.Centered = 0"},
+	{"ids have 32 bits", "stack.go", "k.Wide = 1", "k.Wide = 0"},
+	{"each position is the first", "stack.go", "Of: kernels.N(p.positions * p.width)", "Of: kernels.N(p.width)"},
+	{"later positions are seen", "stack.go", "k.Causal = 1", "k.Causal = 0"},
+	{"weights of half types are widened", "stack.go", "if as == tensor.Float64 {", "if as != tensor.Float32 {"},
 }
 
 // slow are the tests that they are not held to.
