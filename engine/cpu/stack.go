@@ -132,7 +132,7 @@ func (p pass) compute(ctx context.Context, b RowBlock) error {
 			in = in[n*p.in.Bytes:]
 		} else {
 			ids := t.rows * p.x.DType.Bits() / 8
-			err := p.Vocabulary.IDs(p.x, item, in[:ids], func(i, id int) {
+			err := p.IDs(p.x, item, in[:ids], func(i, id int) {
 				copy(t.x[i*p.In:][:p.In], p.table[id*p.In:])
 			})
 			if err != nil {

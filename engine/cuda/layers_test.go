@@ -262,11 +262,10 @@ func TestAnIDOutsideTheVocabularyFailsTheCallByItsNameAndNoOther(t *testing.T) {
 			}
 			_, wanted := enginetest.Compute(t.Context(), here, in, nil, 64, 0)
 			_, err := enginetest.Compute(t.Context(), there, in, nil, 64, 0)
-			var public, want engine.PublicError
+			var got, want *engine.InputError
 			require.ErrorAs(t, wanted, &want)
-			require.ErrorAs(t, err, &public)
-			require.ErrorIs(t, err, engine.ErrModel)
-			require.Equal(t, want.Public(), public.Public())
+			require.ErrorAs(t, err, &got)
+			require.Equal(t, want, got)
 		}
 		_, err := engine.Compute(t.Context(), there, nil, good...)
 		require.NoError(t, err, "the device goes on")

@@ -140,7 +140,7 @@ func (c *compiled) bind(m *stack.Model, call engine.Call) (blocks.Bound, error) 
 				if m.Vocabulary == 0 {
 					return nil
 				}
-				return m.Vocabulary.IDs(x, w.Row, w.In[0], func(int, int) {})
+				return m.IDs(x, w.Row, w.In[0], func(int, int) {})
 			},
 			launch: func(l *lane, rows, _ int64, at kernels.Address) kernels.Address {
 				each := kernels.Address(size(rows))

@@ -25,7 +25,7 @@ type Model struct {
 	// Items says that a row is an item of [positions width], computed as a whole; else each position is a row.
 	Items      bool
 	Mask       bool            // a second input is the mask of Spec
-	Vocabulary Vocabulary      // of the embedding that is the first step; 0: there is none
+	Vocabulary int             // ids of the embedding that is the first step; 0: there is none
 	embedded   tensor.DataType // the data type of its weight
 	layers     int             // of the Spec: attention is three steps
 	positions  int             // the most that an item has
@@ -69,7 +69,7 @@ func (m *Model) Info() engine.Info {
 	if m.Vocabulary > 0 {
 		i.Inputs[0] = port("x", []tensor.DataType{tensor.Int32, tensor.Int64}, engine.Free, engine.Free)
 		i.Outputs[0].DTypes = []tensor.DataType{m.embedded}
-		i.About["vocabulary"] = strconv.Itoa(int(m.Vocabulary))
+		i.About["vocabulary"] = strconv.Itoa(m.Vocabulary)
 	}
 	if m.Mask {
 		i.Inputs = append(i.Inputs, port("mask", []tensor.DataType{tensor.Bool, tensor.Uint8}, engine.Free, engine.Free))
@@ -98,12 +98,9 @@ func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 	return y, int(x.Shape[1]), nil
 }
 
-// Vocabulary is the number of ids that an embedding has.
-type Vocabulary int
-
 // IDs calls each with every id in data, in order. It borrows data, which holds items of x from item row on.
-// It stops at the first id outside the vocabulary, with an engine.PublicError that names the id and its place.
-func (v Vocabulary) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int)) error {
+// It stops at the first id outside the vocabulary, with an *engine.InputError that names the id and its place.
+func (m *Model) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int)) error {
 	size, positions := x.DType.Bits()/8, int(x.Shape[1])
 	for i := range len(data) / size {
 		var id int64
@@ -112,8 +109,11 @@ func (v Vocabulary) IDs(x tensor.Desc, row int64, data []byte, each func(i, id i
 		} else {
 			id = int64(binary.LittleEndian.Uint64(data[8*i:]))
 		}
-		if id < 0 || id >= int64(v) {
-			return engine.Publicf("item %d, position %d: id %d is not in the vocabulary of %d", row+int64(i/positions), i%positions, id, v)
+		if id < 0 || id >= int64(m.Vocabulary) {
+			return &engine.InputError{
+				Model: m.Name, Port: "x", Want: fmt.Sprintf("ids below %d", m.Vocabulary),
+				Got: fmt.Sprintf("%d as item %d, position %d", id, row+int64(i/positions), i%positions),
+			}
 		}
 		each(i, int(id))
 	}
@@ -327,7 +327,7 @@ func (b *builder) embedding(l Layer, s *Step) error {
 		return errors.New("must be the first layer")
 	}
 	n, err := b.matrix(l.Weight, "vocabulary", s)
-	b.Vocabulary, b.embedded, b.Items = Vocabulary(n), s.DType, true
+	b.Vocabulary, b.embedded, b.Items = n, s.DType, true
 	return err
 }
 
