@@ -48,6 +48,7 @@ type guest struct {
 type flight struct {
 	id      uint64
 	work    *blocks.Work
+	begun   bool         // the guest is being told of it: it may answer
 	sent    bool         // the guest was told of it
 	unasked bool         // it was told that nobody wants it
 	answer  *link.Answer // nil before there is one
@@ -176,7 +177,7 @@ func (g *guest) answered(a *link.Answer) error {
 	h := g.process.host
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID && f.answer == nil })
+	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID && f.begun && f.answer == nil })
 	if at < 0 {
 		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
 	}
@@ -342,7 +343,7 @@ func (g *guest) send(f *flight) {
 		return
 	}
 	h.mu.Lock()
-	g.runs[p.run] = true
+	g.runs[p.run], f.begun = true, true
 	if g.flight[0] == f {
 		g.wind(h.cfg.block) // from now on: a guest may not read
 	}

@@ -283,12 +283,28 @@ func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
 }
 
 func TestABlockIsAnsweredOnce(t *testing.T) {
-	g := &guest{process: &process{host: &Host{}}, flight: []*flight{{id: 6}, {id: 7}}}
+	g := &guest{process: &process{host: &Host{}}, flight: []*flight{{id: 6, begun: true}, {id: 7, begun: true}, {id: 8}}}
 	answer := func(id uint64) error { return g.answered(&link.Answer{Head: link.Head{ID: id}}) }
 	require.NoError(t, answer(7))
 	require.ErrorIs(t, answer(7), link.ErrMessage)
-	require.ErrorIs(t, answer(8), link.ErrMessage)
+	require.ErrorIs(t, answer(8), link.ErrMessage, "the guest has not been told of it")
+	require.ErrorIs(t, answer(9), link.ErrMessage)
 	require.NoError(t, answer(6))
+}
+
+// The next number is easy to guess: between next and send, work reads without a lock whether there is an answer.
+func TestABlockIsNotAnsweredBeforeTheWorkerIsToldOfIt(t *testing.T) {
+	testkit.Start(t)
+	h, g := liar(t, Config{}, aheadReady, func(*linktest.Guest, *link.Run) bool { return true })
+	h.mu.Lock()
+	var of *guest
+	for of = range h.guests {
+		of.flight = append(of.flight, &flight{id: 1 << 40})
+	}
+	h.mu.Unlock()
+	g.Send(&link.Answer{Head: link.Head{ID: 1 << 40}})
+	<-h.Ended()
+	require.Nil(t, of.flight[0].answer)
 }
 
 // Of several blocks only the oldest is due: the time of the next begins with its answer.
