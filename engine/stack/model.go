@@ -172,11 +172,12 @@ func (l Layer) checkFields(format int) error {
 type builder struct {
 	*Model
 	weight func(string) (tensor.Tensor, error)
-	kept   []int // widths of the residuals that are open
+	kept   []int                 // widths of the residuals that are open
+	absent map[float32][]float32 // what absent weights are filled with: shared, else a short file took gigabytes
 }
 
 func build(s Spec, weight func(string) (tensor.Tensor, error)) (*Model, error) {
-	b := builder{Model: &Model{Name: s.Name, Version: s.Version, Mask: s.Mask, layers: len(s.Layers), positions: maxPositions}, weight: weight}
+	b := builder{Model: &Model{Name: s.Name, Version: s.Version, Mask: s.Mask, layers: len(s.Layers), positions: maxPositions}, weight: weight, absent: make(map[float32][]float32)}
 	if err := b.build(s); err != nil {
 		return nil, fmt.Errorf("stack: model %q: %w: %w", s.Name, engine.ErrInfo, err)
 	}
@@ -254,7 +255,8 @@ func (b *builder) fit(width int64) (int, error) {
 	return int(width), nil
 }
 
-// load copies the weight of that name, which must have that shape. Without a name, every element is absent.
+// load copies the weight of that name, which must have that shape. Without a name, every element is absent, and
+// the memory is shared and read-only.
 func (b *builder) load(name string, absent float32, shape ...int) ([]float32, error) {
 	dims := make(tensor.Shape, len(shape))
 	n := 1
@@ -262,13 +264,13 @@ func (b *builder) load(name string, absent float32, shape ...int) ([]float32, er
 		dims[i] = int64(d)
 		n *= d
 	}
-	data := make([]float32, n)
 	if name == "" {
-		for i := range data {
-			data[i] = absent
+		if n > len(b.absent[absent]) {
+			b.absent[absent] = slices.Repeat([]float32{absent}, n)
 		}
-		return data, nil
+		return b.absent[absent][:n:n], nil
 	}
+	data := make([]float32, n)
 	t, err := b.weight(name)
 	if err != nil {
 		return nil, err

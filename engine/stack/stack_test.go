@@ -261,3 +261,14 @@ func TestAFolderIsLoaded(t *testing.T) {
 		}
 	})
 }
+
+func TestAbsentWeightsOfManyLayersAreTheSameMemory(t *testing.T) {
+	m, err := New(Spec{Name: "norms", Width: 8, Layers: []Layer{{Kind: "layernorm"}, {Kind: "layernorm"}, {Kind: "rmsnorm"}}}, nil)
+	require.NoError(t, err)
+	for _, s := range m.Steps {
+		require.Equal(t, slices.Repeat([]float32{1}, 8), s.Weight)
+		require.Equal(t, make([]float32, 8), s.Bias)
+		require.Same(t, &m.Steps[0].Weight[0], &s.Weight[0])
+		require.Same(t, &m.Steps[0].Bias[0], &s.Bias[0])
+	}
+}
