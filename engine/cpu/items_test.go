@@ -359,3 +359,17 @@ func TestABlockOfItemsAllocatesNothing(t *testing.T) {
 	cancel()
 	require.ErrorIs(t, p.compute(ctx, b), context.Canceled)
 }
+
+func TestALayerOfALongItemStopsWhenItsCallEnds(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, s := range []stack.Step{{Kind: "relu"}, {Kind: "silu"}, {Kind: "softmax"}, {Kind: "scale", Factor: 2}, {Kind: "gated", Out: 1, Activation: "sigmoid"}} {
+		t.Run(s.Kind, func(t *testing.T) {
+			x := tile{rows: 1, width: 2, x: []float32{-3, 7}, y: make([]float32, 2)}
+			given := x
+			kernels[s.Kind](&s)(ctx, &x)
+			require.Equal(t, []float32{-3, 7}, given.x)
+			require.Equal(t, []float32{0, 0}, given.y)
+		})
+	}
+}

@@ -85,10 +85,19 @@ func elementwise(f func(float32) float32) func(*stack.Step) kernel {
 }
 
 func perRow(f func(x []float32)) kernel {
-	return func(_ context.Context, t *tile) {
-		for r := range t.rows {
-			f(t.x[r*t.width:][:t.width])
+	return func(ctx context.Context, t *tile) {
+		t.each(ctx, func(r int) { f(t.x[r*t.width:][:t.width]) })
+	}
+}
+
+// each calls f for every row. An item may have thousands, and the exponentials of
+// tileRows take up to half a second.
+func (t *tile) each(ctx context.Context, f func(r int)) {
+	for r := range t.rows {
+		if r%tileRows == 0 && ctx.Err() != nil {
+			return
 		}
+		f(r)
 	}
 }
 
@@ -103,13 +112,13 @@ func gelu(s *stack.Step) kernel {
 // gated is one half of x, activated, times the other.
 func gated(s *stack.Step) kernel {
 	f, out := activations[s.Activation], s.Out
-	return func(_ context.Context, t *tile) {
-		for r := range t.rows {
+	return func(ctx context.Context, t *tile) {
+		t.each(ctx, func(r int) {
 			x := t.x[r*2*out:][:2*out]
 			for i, v := range x[:out] {
 				t.y[r*out+i] = f(v) * x[out+i]
 			}
-		}
+		})
 		t.x, t.y, t.width = t.y, t.x, out
 	}
 }
