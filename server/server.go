@@ -140,7 +140,7 @@ type Server struct {
 	failedRPCs, failedSessions admission.LogSampler
 }
 
-// New returns a server that Serve starts.
+// New returns a server that Serve starts. It starts goroutines that serve RPCs, which end with Close.
 func New(cfg Config) (*Server, error) {
 	if cfg.Models == nil {
 		return nil, errors.New("server: Config needs Models")

@@ -25,6 +25,7 @@ func Serve(host *cpu.Host, cfg server.Config, models ...engine.Model) (address s
 	}
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
+		s.Close()
 		return "", nil, err
 	}
 	served := make(chan error, 1)
