@@ -3,6 +3,7 @@
 package cuda_test
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"maps"
@@ -246,6 +247,41 @@ func TestNothingOfAHiddenPositionComesThrough(t *testing.T) {
 	for i, seen := range in[1].Data {
 		if seen != 0 {
 			require.Equal(t, before[0].Data[120*i:120*(i+1)], after[0].Data[120*i:120*(i+1)], "position %d", i)
+		}
+	}
+}
+
+// A score that overflows is seen as such, as on the CPU and by torch: nothing finite comes of it.
+func TestAnOverflownScoreIsNotAHiddenOne(t *testing.T) {
+	s := stack.Spec{Format: 2, Name: "overflows", Mask: true, Layers: []stack.Layer{{Kind: "attention", Heads: 1, Weight: "in", OutWeight: "out"}}}
+	weights := make(map[string]tensor.Tensor)
+	for name, w := range map[string][]float32{"in": {1, -1, 1}, "out": {1}} {
+		var err error
+		weights[name], err = tensor.Of(w, int64(len(w)), 1)
+		require.NoError(t, err)
+	}
+	m, err := stack.New(s, weights)
+	require.NoError(t, err)
+	r := newRig(t)
+	there, err := cuda.Stack(r.open(t, r.config(64*mib)), m)
+	require.NoError(t, err)
+	const big = 1e20 // times itself it is no float32
+	for _, xs := range [][]float32{{big}, {big, 2 * big}, {big, 1}, {big, -big}, {1, 2}} {
+		for _, seen := range []byte{0, 1} {
+			x, err := tensor.Of(xs, 1, int64(len(xs)), 1)
+			require.NoError(t, err)
+			mask := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Bool, Shape: tensor.Shape{1, int64(len(xs))}}, Data: bytes.Repeat([]byte{seen}, len(xs))}
+			want, err := engine.Compute(t.Context(), oracle(t, m), nil, x, mask)
+			require.NoError(t, err)
+			got, err := engine.Compute(t.Context(), there, nil, x, mask)
+			require.NoError(t, err)
+			a, err := tensor.Slice[float32](want[0])
+			require.NoError(t, err)
+			b, err := tensor.Slice[float32](got[0])
+			require.NoError(t, err)
+			for i := range a {
+				require.InDelta(t, a[i], b[i], 1e-5, "position %d of %v, seen %d", i, xs, seen)
+			}
 		}
 	}
 }

@@ -304,10 +304,10 @@ extern "C" __global__ void attention_f32(const float *__restrict__ qkv, const ui
 				}
 				for (uint32_t i = 0; i < own; i++) {
 					for (uint32_t j = 0; j < own; j++) {
-						// What a query does not see has a score that counts 0.
+						// What a query does not see has a score that counts 0; one that it sees is more.
 						uint32_t key = key0 + left + j;
 						bool sees = key < positions && !(causal && key > query0 + top + i) && !(seen && !seen[key]);
-						scores[top + i][left + j] = sees ? score[i][j] * scale : -__builtin_inff();
+						scores[top + i][left + j] = sees ? floats::larger(score[i][j] * scale, -__FLT_MAX__) : -__builtin_inff();
 					}
 				}
 				__syncthreads();
@@ -362,8 +362,9 @@ extern "C" __global__ void attention_f32(const float *__restrict__ qkv, const ui
 				for (uint32_t j = 0; j < own; j++) {
 					uint32_t query = query0 + top + i, c = out0 + left + j;
 					if (query < positions && c < size) {
-						// A query that sees no key has 0.
-						y[(item * positions + query) * width + head * size + c] = sums[top + i] == 0 ? 0 : sum[i][j] / sums[top + i];
+						// A query that sees no key has 0, one that sees only scores of -inf a NaN, as by softmax.
+						float total = most[top + i] == -__FLT_MAX__ ? __builtin_nanf("") : sums[top + i];
+						y[(item * positions + query) * width + head * size + c] = total == 0 ? 0 : sum[i][j] / total;
 					}
 				}
 			}
