@@ -30,9 +30,9 @@ var (
 	// ErrParam is wrapped when a call has a param that the model does not declare, or
 	// whose text is not what it should be.
 	ErrParam = errors.New("engine: param not accepted")
-	// ErrPrecondition is wrapped when a model's state does not allow what a call asks for; the
-	// text says what to do first.
-	ErrPrecondition = errors.New("engine: not now")
+	// ErrPrecondition is wrapped when a model's state does not allow what a call asks for, or
+	// the elements of its input do not; the text says what to do first, or which elements.
+	ErrPrecondition = errors.New("engine: refused")
 	// ErrModel is wrapped around the failure of a model's own code.
 	ErrModel = errors.New("engine: model failed")
 	// ErrLost is wrapped when Close gave up waiting for a model's own code to stop, as

@@ -82,7 +82,7 @@ func guard(name string, f func() error) (err error) {
 
 // failed wraps what a model's own code, or its device, failed with, and where.
 func failed(name, where string, err error) error {
-	for _, known := range []error{engine.ErrModel, engine.ErrUnavailable, engine.ErrClosed, engine.ErrPrecondition, engine.ErrParam, engine.ErrInput} {
+	for _, known := range []error{engine.ErrModel, engine.ErrUnavailable, engine.ErrClosed, engine.ErrPrecondition, engine.ErrParam} {
 		if errors.Is(err, known) {
 			return err
 		}

@@ -273,7 +273,7 @@ func TestAnIDOutsideTheVocabularyIsNamedWithItsPlace(t *testing.T) {
 			x, size := ids(d, 50, 40, 9), d.Bits()/8
 			copy(x.Data[(30*9+4)*size:][:size], id)
 			_, err := enginetest.Compute(t.Context(), m, []tensor.Tensor{x, masks(tensor.Bool, 40, 9)}, nil, 64, 0)
-			require.ErrorIs(t, err, engine.ErrInput)
+			require.ErrorIs(t, err, engine.ErrPrecondition)
 			require.ErrorContains(t, err, `input "x": wanted ids below 50, got `+text+" as item 30, position 4")
 		}
 	}

@@ -99,7 +99,8 @@ func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 }
 
 // IDs calls each with every id in data, in order. It borrows data, which holds items of x from item row on.
-// It stops at the first id outside the vocabulary, with an *engine.InputError that names the id and its place.
+// It stops at the first id outside the vocabulary, with an error that wraps engine.ErrPrecondition and
+// names the id and its place.
 func (m *Model) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int)) error {
 	size, positions := x.DType.Bits()/8, int(x.Shape[1])
 	for i := range len(data) / size {
@@ -110,10 +111,8 @@ func (m *Model) IDs(x tensor.Desc, row int64, data []byte, each func(i, id int))
 			id = int64(binary.LittleEndian.Uint64(data[8*i:]))
 		}
 		if id < 0 || id >= int64(m.Vocabulary) {
-			return &engine.InputError{
-				Model: m.Name, Port: "x", Want: fmt.Sprintf("ids below %d", m.Vocabulary),
-				Got: fmt.Sprintf("%d as item %d, position %d", id, row+int64(i/positions), i%positions),
-			}
+			return fmt.Errorf("%w: model %q, input \"x\": wanted ids below %d, got %d as item %d, position %d",
+				engine.ErrPrecondition, m.Name, m.Vocabulary, id, row+int64(i/positions), i%positions)
 		}
 		each(i, int(id))
 	}
