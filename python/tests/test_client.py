@@ -166,7 +166,7 @@ class Errors(support.Served):
     def test_models_have_attributes(self):
         models = {m.name: m for m in self.client.models()}
         affine, sink = models["affine"], models["sink"]
-        self.assertEqual(affine.inputs, {"x": tf.Port(("float32", "float64"), (-2,))})
+        self.assertEqual(affine.inputs, {"x": tf.Port(("float32", "float16", "bfloat16", "float64"), (-2,))})
         self.assertEqual(affine.params["a"], tf.Param("number", "1", "factor of x"))
         self.assertEqual((affine.rows, sink.rows), ("all", 0))
         self.assertEqual(list(sink.outputs), ["bytes"])
