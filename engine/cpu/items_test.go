@@ -83,7 +83,7 @@ func golden(t *testing.T, file string) (m *stack.Model, in []tensor.Tensor, want
 	return m, in, want
 }
 
-// encoder has every kind of layer that works on items, and is of widths that are no multiple of anything.
+// encoder has every kind of layer that works on items. Its widths are no multiples of a tile.
 func encoder(first ...stack.Layer) stack.Spec {
 	return stack.Spec{Format: 2, Name: "encoder", Version: "1", Mask: true, Layers: append(first,
 		stack.Layer{Kind: "positions", Weight: "places"},

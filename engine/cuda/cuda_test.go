@@ -83,7 +83,7 @@ func fakeRig(t testing.TB, path string) *rig {
 	r := &rig{t: t, fake: fakecuda.Open(t, path), path: path}
 	t.Cleanup(func() {
 		if t.Failed() {
-			return // what is left is a consequence
+			return // a failed test leaves more than that
 		}
 		defer func() {
 			if t.Failed() {

@@ -53,7 +53,7 @@ func masks(items, positions int64) tensor.Tensor {
 	return x
 }
 
-// weights are those of all models below, whose widths are no multiples of anything.
+// weights are those of all models below. Their widths are no multiples of a tile or a warp.
 func weights(d tensor.DataType) map[string]tensor.Tensor {
 	all := map[string]tensor.Tensor{
 		"tokens": floats(1, 50, 30), "places": floats(2, 130, 30), "scale": floats(3, 30), "shift": floats(4, 30),
