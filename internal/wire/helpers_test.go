@@ -161,6 +161,8 @@ func holds(m protoreflect.Message) bool {
 	case *tensorferryv1.TensorDesc:
 		p.Dtype = tensorferryv1.DataType(inByte(int32(p.Dtype), 0))
 		p.Shape = p.Shape[:min(len(p.Shape), tensor.MaxRank+1)]
+	case *tensorferryv1.Ack:
+		p.ReceivedBeyond = p.ReceivedBeyond[:min(len(p.ReceivedBeyond), 2*frame.AckPairs+1)]
 	case *tensorferryv1.Chunk:
 		p.Codec = tensorferryv1.Codec(inByte(int32(p.Codec), unknownCodec))
 	case *tensorferryv1.Call:
