@@ -427,6 +427,80 @@ class Computes(unittest.TestCase):
             self.assertTrue(torch.allclose(c.compute("m", x), net(x), atol=1e-6))
 
     @needs_torch
+    def test_the_programs_module_stays_as_it_is(self) -> None:
+        class Net(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = self.again = torch.nn.Linear(4, 4)
+                self.norm, self.drop = torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5)
+                self.hidden = [torch.nn.Linear(4, 4)]  # of which torch does not know
+                self.bound, self.closed = self.dropped, lambda x: self.drop(x) + 0
+                self.lock, self.mask, self.seen = threading.Lock(), None, []
+
+            def dropped(self, x: Any) -> Any:
+                return self.drop(x)
+
+            def forward(self, x: Any) -> Any:
+                if self.mask is None:
+                    self.mask = torch.ones(4)
+                self.seen.append(len(x))
+                return self.hidden[0](self.closed(self.bound(self.norm(self.first(x))))) * self.mask
+
+        net = Net().train()
+        net.norm.eval()
+        modes = [m.training for m in net.modules()]
+        before = {name: x.clone() for name, x in net.state_dict().items()}
+        c = self.served(net, device="cpu")
+        x = torch.randn(8, 4)
+        y = c.compute("m", x)
+        self.assertEqual([m.training for m in net.modules()], modes)
+        net.train()
+        self.assertTrue(torch.equal(c.compute("m", x), y))
+        self.assertTrue(all(torch.equal(x, before[name]) for name, x in net.state_dict().items()))
+        self.assertEqual((net.mask, net.seen), (None, []))
+        net(x).sum().backward()  # nothing here was made in inference mode
+
+        optimizer = torch.optim.SGD([*net.parameters(), *net.hidden[0].parameters()], lr=0.1)
+        optimizer.step()  # it is seen there
+        with torch.no_grad():
+            self.assertTrue(torch.allclose(c.compute("m", x), net.eval()(x), atol=1e-6))
+
+    @needs_torch
+    def test_a_module_that_caches_in_a_request_trains_there(self) -> None:
+        class Cached(torch.nn.Module):
+            cache: Any = {}  # of the class: a request and the program share it
+
+            def forward(self, x: Any) -> Any:
+                return x * self.cache.setdefault("mask", torch.ones(4))
+
+        c = self.served(Cached(), device="cpu")
+        c.compute("m", torch.ones(2, 4))
+        Cached()(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+    @needs_torch
+    def test_modules_of_other_makers_are_served_in_eval_mode(self) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+        made = {"script": torch.jit.script(net), "fx": torch.fx.symbolic_trace(net)}
+        if sys.version_info < (3, 12) and hasattr(torch, "compile"):
+            made["compile"] = torch.compile(net, backend="eager")
+        x = torch.randn(8, 4)
+        for name, theirs in made.items():
+            with self.subTest(name):
+                own = prepare(theirs, {"device": "cpu"}).compute
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(own(x), net[0](x)))
+                self.assertTrue(all(m.training for m in theirs.modules()))
+                self.assertEqual([p.data_ptr() for p in own.parameters()], [p.data_ptr() for p in theirs.parameters()])
+
+    @needs_torch
+    def test_a_module_on_another_device_stays_there(self) -> None:
+        net = torch.nn.LSTM(4, 4)
+        own = prepare(net, {"device": "meta"}).compute
+        self.assertTrue(all(p.is_meta and isinstance(p, torch.nn.Parameter) for p in own.parameters()))
+        self.assertIs(own._flat_weights[0], own.weight_ih_l0)
+        self.assertFalse(any(p.is_meta for p in net.parameters()))
+
+    @needs_torch
     def test_in_place_operations_and_views_of_torch_are_results(self) -> None:
         c = self.served(lambda x: (x.relu_(), x.t()), outputs=["a", "b"], array="torch", device="cpu")
         x = torch.arange(-6.0, 6).reshape(3, 4)

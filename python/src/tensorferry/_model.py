@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, Optional, Union
 
@@ -174,8 +176,7 @@ class Prepared:
             return contextlib.nullcontext()
         import torch
 
-        # What is cached in inference mode, such as a mask, no graph can have.
-        return torch.inference_mode() if self.module and self.training is None else torch.no_grad()
+        return torch.no_grad()  # no graph can have what is made in inference mode and kept, such as a mask
 
     def ready(self) -> dict[str, Any]:
         """The json of the message ready (docs/link.md)."""
@@ -289,8 +290,9 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
         made.device = device or "cpu"
         made.setup()
         teardown = made.teardown
+    trains = trainer is not None or bool(said.get("train"))
     if module:
-        made.eval().to(device)
+        made = made.eval().to(device) if trains else _own(made, device)
     count = _parameters(made)
     if count:
         about.setdefault("parameters", str(count))
@@ -327,9 +329,65 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
         wants_call=wants_call,
         module=module,
     )
-    if trainer is not None or said.get("train"):
+    if trains:
         _train(prepared, made, trainer, training)
     return prepared
+
+
+def _own(made: Any, device: Any) -> Any:
+    """Modules like those of a tree, over the same parameters and buffers, in eval mode: the program's are left alone.
+
+    What is on another device is copied there. What a module has beside is copied, or shared where it cannot be.
+    """
+    import torch
+
+    place, memo = torch.device(device), {}  # memo is deepcopy's: what stands for an object, by its id
+    seen: set[int] = set()
+    modules: list[Any] = []
+    functions: list[Any] = []
+    left = [made]
+    while left:
+        x = left.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, torch.jit.ScriptModule):  # its submodules are in C++
+            memo[id(x)] = twin = copy.deepcopy(x)
+            for mine, theirs in zip((*twin.parameters(), *twin.buffers()), (*x.parameters(), *x.buffers())):
+                mine.data = theirs.data.to(place)
+        elif isinstance(x, torch.nn.Module):
+            memo[id(x)] = object.__new__(type(x))
+            modules.append(x)
+            left.append(vars(x))
+            for t in (*x._parameters.values(), *x._buffers.values()):
+                if t is not None and id(t) not in memo:
+                    there = t if t.device == place else t.detach().to(place)
+                    same = there is t or not isinstance(t, torch.nn.Parameter)
+                    memo[id(t)] = there if same else torch.nn.Parameter(there, t.requires_grad)
+        elif isinstance(x, (list, tuple, set, dict)):
+            left.extend(x.values() if isinstance(x, dict) else x)
+        elif isinstance(x, types.FunctionType) and x.__closure__:
+            functions.append(x)
+    for f in functions:  # such as a lambda that uses the module that has it
+        cells = []
+        for cell in f.__closure__:
+            held = None
+            with contextlib.suppress(ValueError):  # it is empty
+                held = cell.cell_contents
+            cells.append(types.CellType(memo[id(held)]) if id(held) in memo else cell)
+        memo[id(f)] = twin = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(cells))
+        twin.__kwdefaults__ = f.__kwdefaults__
+    for x in modules:
+        for name, value in vars(x).items():
+            if name != "_compiled_call_impl":  # which is of the program's module
+                try:
+                    vars(memo[id(x)])[name] = copy.deepcopy(value, memo)
+                except Exception:  # a lock, say, or what autograd has made
+                    vars(memo[id(x)])[name] = value
+    for x in reversed(modules):
+        if hasattr(x, "dynamo_ctx"):  # torch.compile has bound its forward to the program's module
+            memo[id(x)].__init__(memo[id(x._orig_mod)], x.dynamo_ctx)
+    return memo[id(made)].eval()
 
 
 def _train(prepared: Prepared, module: Any, trainer: Any, options: Mapping[str, Any]) -> None:
