@@ -85,6 +85,14 @@ func (w *watched[T]) get() (T, error) {
 	return w.value, nil
 }
 
+// again has the next get look at the files.
+func (w *watched[T]) again() *watched[T] {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.looked = time.Time{}
+	return w
+}
+
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a
 // pipe that is in its place.
 func readFile(path string) ([]byte, error) {

@@ -129,6 +129,17 @@ func current[T any](s *Server, w *watched[T]) T {
 	return value
 }
 
+// Reread reads the files now if they have changed, which the next client would do.
+func (s *Server) Reread() {
+	current(s, s.pair.again())
+	if s.files.ClientCA != "" {
+		current(s, s.clients.again())
+	}
+	if s.files.Tokens != "" {
+		current(s, s.tokens.again())
+	}
+}
+
 // Open reports whether clients are let in without a name.
 func (s *Server) Open() bool {
 	return s.files.ClientCA == "" && s.files.Tokens == ""

@@ -288,7 +288,7 @@ func (f *fixture) flood(t testing.TB, name string) (stop func()) {
 		go func() { flooding(ctx, name, f.addr, false); close(over) }() // ends with ctx
 		return func() { cancel(); <-over }
 	}
-	cmd := exec.Command(os.Args[0], "-test.run=^TestFloodProcess$", "-test.v")
+	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestFloodProcess$", "-test.v", "-test.timeout=10m")
 	cmd.Env = append(os.Environ(), floodVariable+"="+f.addr, floodVariable+"_NAME="+name, "GOMAXPROCS=1")
 	in, err := cmd.StdinPipe()
 	require.NoError(t, err)

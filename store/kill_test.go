@@ -182,7 +182,7 @@ func TestASetSurvivesAKillWholeOrNotAtAll(t *testing.T) {
 // runAndKill lets a child push until a random moment, and returns how many
 // changes it acknowledged.
 func runAndKill(t *testing.T, rand *rand.Rand, test, dir string, next uint64, acked func(what, name string, n uint64)) (count int) {
-	child := exec.Command(os.Args[0], "-test.run=^"+test+"$")
+	child := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+test+"$", "-test.timeout=2m")
 	child.Env = append(os.Environ(), fmt.Sprintf("%s=%s\n%d", childVariable, dir, next))
 	child.Stderr = os.Stderr
 	out, err := child.StdoutPipe()

@@ -189,7 +189,7 @@ func TestAServerSaysThatItsDeviceIsLostAndEndsWithItIfAsked(t *testing.T) {
 
 func TestTheProgramNeedsNoNewSystemAndNothingOfCUDA(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "tensorferry")
-	out, err := exec.Command("go", "build", "-o", path, ".").CombinedOutput()
+	out, err := program(t, "go", "build", "-o", path, ".").CombinedOutput()
 	require.NoError(t, err, "%s", out)
 	f, err := elf.Open(path)
 	require.NoError(t, err)

@@ -281,7 +281,7 @@ func (e *engines) load(text string) error {
 		m, err = stack.Load(folder[:at])
 	}
 	if err != nil {
-		return neither(text, folder, err)
+		return mistake(neither(text, folder, err))
 	}
 	return e.add(name, m, where)
 }
@@ -310,7 +310,7 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 func (e *engines) serve(m engine.Model, how string) error {
 	err := e.models.Add(m)
 	if errors.Is(err, engine.ErrExists) {
-		return hinted{fmt.Errorf("a model %q already exists", m.Info().Name), "choose another name " + how}
+		return mistake(hinted{fmt.Errorf("a model %q already exists", m.Info().Name), "choose another name " + how})
 	}
 	return err
 }

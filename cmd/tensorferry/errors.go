@@ -5,9 +5,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 	"google.golang.org/grpc/codes"
@@ -29,9 +31,10 @@ const (
 	exitLimit       = 6
 	exitInterrupted = 7
 	exitDevice      = 8
+	exitSettings    = 78 // sysexits.h: EX_CONFIG. A crash of Go has exitUsage
 )
 
-var exits = [...]string{
+var exits = map[int]string{
 	0:               "all is done",
 	exitFailure:     "any failure without a code of its own, or a difference that diff found",
 	exitUsage:       "a mistake in what was typed",
@@ -41,6 +44,7 @@ var exits = [...]string{
 	exitLimit:       "over a limit or a budget of the server",
 	exitInterrupted: "interrupted; to be run again",
 	exitDevice:      "serve --exit-on-device-loss lost a device",
+	exitSettings:    "a mistake in the settings of serve, which a restart does not mend",
 }
 
 // atServer stands in a hint for the --server that was typed, after a command that asks one.
@@ -80,7 +84,7 @@ var saidHints = []struct{ says, hint string }{
 	{"the handshake: remote error: tls: certificate required", "--cert and --key identify you"},
 }
 
-// usageError is a mistake in what was typed.
+// usageError is a mistake in what was typed, or in the settings of serve.
 type usageError struct{ error }
 
 func (e usageError) Unwrap() error { return e.error }
@@ -94,6 +98,24 @@ type hinted struct {
 }
 
 func (h hinted) Unwrap() error { return h.error }
+
+// mistake makes an error of what a setting names one of the setting, with the hint it has.
+func mistake(err error) error {
+	if h := (hinted{}); !errors.As(err, &h) {
+		err = hinted{err, ""}
+	}
+	return usageError{err}
+}
+
+// lasting makes an error a mistake if it says of a path what stays so until somebody changes it.
+func lasting(err error) error {
+	for _, is := range []error{fs.ErrNotExist, fs.ErrPermission, syscall.ENOTDIR, syscall.EROFS} {
+		if errors.Is(err, is) {
+			return mistake(err)
+		}
+	}
+	return err
+}
 
 func exitCode(ctx context.Context, err error) int {
 	var u usageError

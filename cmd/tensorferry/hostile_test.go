@@ -90,7 +90,7 @@ func (r *rogue) at(t *testing.T) func(args ...string) (stdout, stderr string, co
 			args[i] = l.Addr().String()
 		}
 		var out, said bytes.Buffer
-		c := exec.CommandContext(t.Context(), exe, args...)
+		c := program(t, exe, args...)
 		c.Env = append(os.Environ(), "TENSORFERRY_SERVER="+l.Addr().String())
 		c.Stdout, c.Stderr = &out, &said
 		err := c.Run()

@@ -49,7 +49,7 @@ protocol. Libraries start it; it is of no use in a shell.`,
 func serveLink(fd int, cfg client.Config) error {
 	socket, err := link.FromFD(fd)
 	if err != nil {
-		return hinted{err, "libraries start this command; in a shell, use tensorferry run"}
+		return mistake(hinted{err, "libraries start this command; in a shell, use tensorferry run"})
 	}
 	defer func() { _ = socket.Close() }()
 	var quota int64

@@ -15,6 +15,7 @@ import (
 	"runtime"
 	"runtime/debug"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -49,6 +50,9 @@ func run(ctx context.Context, args []string) int {
 		err = errors.New("interrupted") // which caused err
 	}
 	text, hint := said(err), hintOf(c, code, err)
+	if code == exitUsage && (c.Name() == "serve" || c.Name() == "link") {
+		code = exitSettings
+	}
 	if f := c.Flag("log-format"); f != nil && f.Value.String() == logJSON { // of serve, whose log goes on
 		attrs := []any{slog.String("error", text)}
 		if hint != "" {
@@ -144,7 +148,7 @@ func untilInterrupted() context.Context {
 	ctx, cancel := context.WithCancel(context.Background())
 	signals := make(chan os.Signal, 2) // both may arrive before either is read
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // nohup ignores it
+	if !signal.Ignored(syscall.SIGHUP) { // by nohup
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	go func() {
@@ -155,16 +159,34 @@ func untilInterrupted() context.Context {
 	return ctx
 }
 
+// onHangup is what SIGHUP does instead of stopping the process: in a server without a terminal,
+// which cannot hang up.
+var onHangup atomic.Pointer[func()]
+
 // obey calls stop at the first signal and returns at the second.
 func obey(signals <-chan os.Signal, stop func()) {
-	<-signals
-	told := time.Now()
-	stop()
-	for range signals {
-		if time.Since(told) >= oneOrder {
+	var told time.Time
+	for s := range signals {
+		switch f := onHangup.Load(); {
+		case s == syscall.SIGHUP && f != nil:
+			go (*f)() // ends when it has read some files, for which no other signal waits
+		case told.IsZero():
+			told = time.Now()
+			stop()
+		case time.Since(told) >= oneOrder:
 			return
 		}
 	}
+}
+
+// hasTerminal reports whether a terminal controls this process.
+func hasTerminal() bool {
+	f, err := os.OpenFile("/dev/tty", os.O_RDWR, 0)
+	if err != nil {
+		return false
+	}
+	_ = f.Close()
+	return true
 }
 
 // version ends in -dev between releases.

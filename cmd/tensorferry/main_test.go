@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -49,7 +48,7 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 }
 
 func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
-	list, err := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{if .Main}}{{$.Name}} {{$.Dir}}{{end}}{{end}}", ".").Output()
+	list, err := program(t, "go", "list", "-deps", "-f", "{{with .Module}}{{if .Main}}{{$.Name}} {{$.Dir}}{{end}}{{end}}", ".").Output()
 	require.NoError(t, err)
 	for line := range strings.Lines(string(list)) {
 		name, dir, ours := strings.Cut(strings.TrimSpace(line), " ")

@@ -64,12 +64,12 @@ func TestWhyAPythonModelFailedCanBeHad(t *testing.T) {
 			_, err = cl.Compute(t.Context(), model, x)
 			failed, ok := errors.AsType[*client.Error](err)
 			require.True(t, ok, "%v", err)
-			said, err := exec.Command(exe, "info", "--server", address, "--call", failed.Call.String()).CombinedOutput()
+			said, err := program(t, exe, "info", "--server", address, "--call", failed.Call.String()).CombinedOutput()
 			require.NoError(t, err, "%s", said)
 			require.Regexp(t, why, string(said))
 		}
 	}
-	said, err := exec.Command(exe, "info", "--server", address, "--failures", "--json").Output()
+	said, err := program(t, exe, "info", "--server", address, "--failures", "--json").Output()
 	require.NoError(t, err)
 	require.Equal(t, 6, strings.Count(string(said), `"cause"`))
 }
@@ -89,7 +89,7 @@ func TestAServerOfPythonModelsOutlivesThem(t *testing.T) {
 	y, err := cl.Compute(t.Context(), "py/echo", x)
 	require.NoError(t, err)
 	require.Equal(t, x.Data, y.Data)
-	models, err := exec.Command(exe, "models", "--json", "--server", address).CombinedOutput()
+	models, err := program(t, exe, "models", "--json", "--server", address).CombinedOutput()
 	require.NoError(t, err, "%s", models)
 	require.Contains(t, string(models), `"parameters": "1234"`)
 
@@ -161,7 +161,7 @@ func TestAPythonModelThatCannotBeServedSaysWhy(t *testing.T) {
 	} {
 		t.Run(model, func(t *testing.T) {
 			args := append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, pythonArgs(t, model)...)
-			out, err := exec.Command(exe, args...).CombinedOutput()
+			out, err := program(t, exe, args...).CombinedOutput()
 			require.Error(t, err)
 			require.Contains(t, strings.TrimSpace(string(out)), want)
 		})

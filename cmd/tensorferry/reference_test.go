@@ -4,6 +4,7 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -42,8 +43,8 @@ else ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` use a se
 | exit code | means |
 |---|---|
 `)
-	for code, means := range exits {
-		fmt.Fprintf(&b, "| %d | %s |\n", code, means)
+	for _, code := range slices.Sorted(maps.Keys(exits)) {
+		fmt.Fprintf(&b, "| %d | %s |\n", code, exits[code])
 	}
 	return b.String() + sections.String()
 }
@@ -90,11 +91,8 @@ func TestEveryCommandSaysWhatItDoes(t *testing.T) {
 }
 
 func TestExitCodesAreInOneTable(t *testing.T) {
-	for code, means := range exits {
-		require.NotEmpty(t, means, "code %d: they have no gap", code)
-	}
 	for _, f := range failures {
-		require.Less(t, f.exit, len(exits))
+		require.Contains(t, exits, f.exit)
 	}
 }
 

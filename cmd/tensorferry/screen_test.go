@@ -38,7 +38,7 @@ func newTerminal(t *testing.T, columns int, line string) *terminal {
 	term := &terminal{t, filepath.Join(dir, "s")}
 	term.tmux("-f", "/dev/null", "new-session", "-d", "-x", fmt.Sprint(columns), "-y", "24", "trap : INT; "+line+`; echo "exit $?"; exec cat`)
 	t.Cleanup(func() {
-		_ = exec.Command("tmux", "-S", term.socket, "kill-server").Run()
+		_ = exec.CommandContext(context.WithoutCancel(t.Context()), "tmux", "-S", term.socket, "kill-server").Run()
 		_ = os.RemoveAll(dir)
 	})
 	return term
@@ -46,7 +46,7 @@ func newTerminal(t *testing.T, columns int, line string) *terminal {
 
 func (x *terminal) tmux(args ...string) string {
 	x.t.Helper()
-	out, err := exec.CommandContext(x.t.Context(), "tmux", append([]string{"-S", x.socket}, args...)...).CombinedOutput()
+	out, err := program(x.t, "tmux", append([]string{"-S", x.socket}, args...)...).CombinedOutput()
 	require.NoError(x.t, err, "%s", out)
 	return string(out)
 }
@@ -170,7 +170,7 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 	const mib = 1 << 20
 	t.Chdir(t.TempDir())
 	run := func(args ...string) {
-		out, err := exec.Command("tensorferry", args...).CombinedOutput()
+		out, err := program(t, "tensorferry", args...).CombinedOutput()
 		require.NoError(t, err, "%s", out)
 	}
 	run("gen", "--shape", "16,1024,1024", "--dtype", "uint8", "-o", "x.npy")

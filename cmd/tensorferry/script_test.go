@@ -16,6 +16,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -38,7 +39,35 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	testscript.Main(m, map[string]func(){"tensorferry": main, "halting": halting})
+	testscript.Main(heeding{m}, map[string]func(){"tensorferry": main, "halting": halting})
+}
+
+// heeding runs tests whose programs heed the signals that this process was started to ignore,
+// as under nohup or in the background of a script: what catches a signal does not pass it on as
+// ignored.
+type heeding struct{ *testing.M }
+
+func (h heeding) Run() int {
+	for _, s := range []os.Signal{syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT} {
+		if signal.Ignored(s) {
+			signal.Notify(make(chan os.Signal, 1), s)
+		}
+	}
+	return h.M.Run()
+}
+
+// programWait is how long a program of a test may run. Under load none takes a tenth of it.
+const programWait = 3 * time.Minute
+
+// program is one that has not been started. It is killed when the test ends, or all tests do,
+// however that is, and after programWait.
+func program(t testing.TB, name string, args ...string) *exec.Cmd {
+	ctx, cancel := context.WithTimeout(t.Context(), programWait)
+	t.Cleanup(cancel)
+	c := exec.CommandContext(ctx, name, args...)
+	c.WaitDelay = time.Second // a child of it may hold its output open
+	diesWithTest(c)
+	return c
 }
 
 // halting is a program of the scripts: halting SERVER DURATION [FILE]. It writes half of
@@ -91,10 +120,11 @@ func halting() {
 //	json                             the last stdout is one JSON value
 func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 	testkit.Start(t)
+	deadline, _ := t.Deadline() // by then their programs are killed
 	// Not parallel, and in a test of its own, so that its goroutines end with it.
 	t.Run("script", func(t *testing.T) {
 		testscript.Run(t, testscript.Params{
-			Dir: "testdata/script", RequireExplicitExec: true,
+			Dir: "testdata/script", RequireExplicitExec: true, Deadline: deadline,
 			Setup: func(e *testscript.Env) error {
 				golden, err := filepath.Abs("../../tensorfile/testdata")
 				e.Setenv("GOLDEN", golden)
@@ -229,13 +259,12 @@ func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := exec.CommandContext(t.Context(), exe, args...)
+	c := program(t, exe, args...)
 	out, err := c.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.Stderr = c.Stdout // one pipe for both
-	diesWithTest(c)
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -272,17 +301,9 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 }
 
 func TestAnInterruptedServerEndsWell(t *testing.T) {
-	for name, signal := range map[string]os.Signal{"interrupted": os.Interrupt, "its terminal is closed": syscall.SIGHUP} {
-		t.Run(name, func(t *testing.T) {
-			c, _ := started(t, `msg=listening .*models=\d+`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
-			if err := c.Process.Signal(signal); err != nil {
-				t.Fatal(err)
-			}
-			if err := c.Wait(); err != nil {
-				t.Errorf("ended with %v", err)
-			}
-		})
-	}
+	c, _ := started(t, `msg=listening .*models=\d+`, "serve", "--listen", "127.0.0.1:0", "--metrics", "off")
+	require.NoError(t, c.Process.Signal(os.Interrupt))
+	require.NoError(t, c.Wait())
 }
 
 func TestACommandWhoseTerminalIsClosedLeavesNoFile(t *testing.T) {
@@ -297,7 +318,7 @@ func TestACommandWhoseTerminalIsClosedLeavesNoFile(t *testing.T) {
 
 func TestUnderNohupAClosedTerminalIsIgnored(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "y")
-	c := exec.CommandContext(t.Context(), "sh", "-c", `trap "" HUP; exec tensorferry run echo --dtype int8 --shape 1000000 --server "$0" --output "$1"`, serving(t), file)
+	c := program(t, "sh", "-c", `trap "" HUP; exec tensorferry run echo --dtype int8 --shape 1000000 --server "$0" --output "$1"`, serving(t), file)
 	stdin, err := c.StdinPipe()
 	require.NoError(t, err)
 	require.NoError(t, c.Start())
@@ -336,7 +357,7 @@ func fed(t *testing.T, args ...string) *exec.Cmd {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := exec.CommandContext(t.Context(), exe, args...)
+	c := program(t, exe, args...)
 	stdin, err := c.StdinPipe() // never all
 	if err != nil {
 		t.Fatal(err)
@@ -390,8 +411,8 @@ func TestARunIsRepeatedWhenItsServerComesBack(t *testing.T) {
 	serve := []string{"serve", "--listen", at, "--slow", "--metrics", "off"}
 	server, _ := started(t, "msg=listening", serve...)
 	in, out := filepath.Join(dir, "x.npy"), filepath.Join(dir, "y.npy")
-	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "100", "-o", in).Run())
-	run := exec.CommandContext(t.Context(), "tensorferry", "run", "slow", "-p", "delay=1s", "-i", in, "-o", out, "--server", at, "--retry", "exponential")
+	require.NoError(t, program(t, "tensorferry", "gen", "--shape", "100", "-o", in).Run())
+	run := program(t, "tensorferry", "run", "slow", "-p", "delay=1s", "-i", in, "-o", out, "--server", at, "--retry", "exponential")
 	var said bytes.Buffer
 	run.Stderr = &said
 	require.NoError(t, run.Start())
@@ -421,7 +442,7 @@ func TestARunIsRepeatedWhenItsServerComesBack(t *testing.T) {
 func TestAnInterruptedPushStoresNothing(t *testing.T) {
 	server := serving(t)
 	interrupted(t, fed(t, "push", "x=-", "--server", server, "--dtype", "int8", "--shape", "1000000"))
-	out, err := exec.Command("tensorferry", "ls", "--server", server).CombinedOutput()
+	out, err := program(t, "tensorferry", "ls", "--server", server).CombinedOutput()
 	if err != nil || strings.Contains(string(out), "int8") {
 		t.Errorf("%v: it lists %s", err, out)
 	}
@@ -454,7 +475,7 @@ func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
 		return names
 	}
 	var out bytes.Buffer
-	c := exec.CommandContext(t.Context(), "tensorferry", args...)
+	c := program(t, "tensorferry", args...)
 	c.Stdout = &out
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
@@ -474,7 +495,7 @@ func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
 
 func TestAnInterruptedPullLeavesNoFile(t *testing.T) {
 	dir := t.TempDir()
-	c := exec.CommandContext(t.Context(), "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t), "-o", filepath.Join(dir, "x.npy"))
+	c := program(t, "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t), "-o", filepath.Join(dir, "x.npy"))
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -493,7 +514,7 @@ func TestAnInterruptedPullLeavesNoFile(t *testing.T) {
 }
 
 func TestAPullIntoAPipeThatNobodyReadsCanBeInterrupted(t *testing.T) {
-	c := exec.CommandContext(t.Context(), "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t))
+	c := program(t, "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t))
 	out, err := c.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -509,7 +530,7 @@ func TestAPullIntoAPipeThatNobodyReadsCanBeInterrupted(t *testing.T) {
 
 func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
 	server := serving(t)
-	if out, err := exec.Command("sh", "-c", "tensorferry gen --shape 10 | tensorferry push x=- --server "+server).CombinedOutput(); err != nil {
+	if out, err := program(t, "sh", "-c", "tensorferry gen --shape 10 | tensorferry push x=- --server "+server).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	mute, err := net.Listen("tcp", "127.0.0.1:0")
@@ -517,7 +538,7 @@ func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer mute.Close()
-	c := exec.CommandContext(t.Context(), "tensorferry", "cp", "x", "y", "--server", server, "--to", mute.Addr().String())
+	c := program(t, "tensorferry", "cp", "x", "y", "--server", server, "--to", mute.Addr().String())
 	if err := c.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -538,14 +559,14 @@ func TestACommandOfAServerThatSaysNothingHasNoConnection(t *testing.T) {
 	require.NoError(t, err)
 	defer mute.Close()
 	file := filepath.Join(t.TempDir(), "x.npy")
-	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "2", "-o", file).Run())
+	require.NoError(t, program(t, "tensorferry", "gen", "--shape", "2", "-o", file).Run())
 	var all sync.WaitGroup
 	for _, args := range [][]string{
 		{"ls"}, {"models"}, {"info"}, {"push", file}, {"pull", "x"}, {"cp", "x", "y"}, {"rm", "x"},
 		{"run", "relu", "-i", file}, {"show", "x"}, {"demo"},
 	} {
 		all.Go(func() {
-			out, err := exec.CommandContext(t.Context(), "tensorferry", append(args, "--server", mute.Addr().String())...).CombinedOutput()
+			out, err := program(t, "tensorferry", append(args, "--server", mute.Addr().String())...).CombinedOutput()
 			var exit *exec.ExitError
 			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
 				t.Errorf("%v: %v\n%s", args, err, out)
@@ -572,10 +593,10 @@ func TestACommandOfAnotherKindOfServerSaysSo(t *testing.T) {
 	go func() { _ = other.Serve(l) }()
 	defer other.Stop()
 	file := filepath.Join(t.TempDir(), "x.npy")
-	require.NoError(t, exec.Command("tensorferry", "gen", "--shape", "2", "-o", file).Run())
+	require.NoError(t, program(t, "tensorferry", "gen", "--shape", "2", "-o", file).Run())
 	for _, at := range []net.Addr{plain.Listener.Addr(), secure.Listener.Addr(), l.Addr()} {
 		for _, args := range [][]string{{"ls"}, {"push", file}, {"pull", "x"}, {"run", "relu", "-i", file}} {
-			out, err := exec.CommandContext(t.Context(), "tensorferry", append(args, "--server", at.String())...).CombinedOutput()
+			out, err := program(t, "tensorferry", append(args, "--server", at.String())...).CombinedOutput()
 			var exit *exec.ExitError
 			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
 				t.Errorf("%v: %v", args, err)

@@ -191,7 +191,8 @@ func (s *storeFlag) set(text string) error {
 // limit is a share of h's budget, in addition to that budget.
 func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
-		return store.OpenDir(s.folder, store.FolderConfig{Log: log})
+		d, err := store.OpenDir(s.folder, store.FolderConfig{Log: log})
+		return d, lasting(err)
 	}
 	_, _, memory := h.Budget().Used()
 	bytes := cmp.Or(s.bytes, memory/storeShare)
@@ -214,7 +215,7 @@ func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store
 		names = append(names, name)
 		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
 		if err != nil {
-			return nil, errors.Join(fmt.Errorf("--files %s: %w", text, err), store.Beside(s, all...).Close())
+			return nil, errors.Join(mistake(fmt.Errorf("--files %s: %w", text, err)), store.Beside(s, all...).Close())
 		}
 		all = append(all, f)
 	}
@@ -307,6 +308,14 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	if len(c.services) > 0 {
 		log.Debug("variables of a Kubernetes Service are ignored", slog.Any("variables", c.services))
+	}
+	if !hasTerminal() {
+		onHangup.Store(new(func() {
+			log.Info("hangup: certificates, keys and tokens are read again")
+			if id != nil {
+				id.Reread()
+			}
+		}))
 	}
 	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
 	e, err := newEngines(c.engines, log)
@@ -465,7 +474,7 @@ func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 	}
 	id, err := identity.NewServer(c.secrets, log)
 	if err != nil {
-		return nil, hinted{err, "tensorferry cert creates certificates to try out"}
+		return nil, mistake(hinted{err, "tensorferry cert creates certificates to try out"})
 	}
 	return id, nil
 }
@@ -508,7 +517,7 @@ func listen(flag, address string, bbr bool) (l net.Listener, err error) {
 	if flag == "metrics" {
 		hint += ", or turn it off with --metrics off"
 	}
-	return nil, hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint}
+	return nil, lasting(hinted{fmt.Errorf("--%s %s: %w", flag, address, err), hint})
 }
 
 // exposed reports whether other machines can reach an address.

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -69,9 +70,8 @@ func operate(t *testing.T, args ...string) *operated {
 	t.Helper()
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), exe, append([]string{"serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"}, args...)...)}
+	o := &operated{t: t, cmd: program(t, exe, append([]string{"serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"}, args...)...)}
 	o.cmd.Stderr = o
-	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	m := o.says(`msg=listening address=(\S+) metrics=(\S+) models=\d+ store=(\S+)\n`)
@@ -84,7 +84,7 @@ func (o *operated) call() {
 	o.t.Helper()
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(o.t, err)
-	c := exec.CommandContext(o.t.Context(), exe, "run", "echo", "--server", o.address, "--dtype", "int8", "--shape", "1000000",
+	c := program(o.t, exe, "run", "echo", "--server", o.address, "--dtype", "int8", "--shape", "1000000",
 		"--output", filepath.Join(o.t.TempDir(), "y"))
 	stdin, err := c.StdinPipe() // never the whole tensor
 	require.NoError(o.t, err)
@@ -167,6 +167,80 @@ func TestASignalThatComesTwiceAtOnceDrainsAServer(t *testing.T) {
 	require.Contains(t, o.said(), "msg=stopped drained=false")
 }
 
+func TestAServerWithoutATerminalRereadsItsFilesWhenItIsHungUp(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	file := func(name string) string { return filepath.Join(dir, name) }
+	write := func(text string) {
+		require.NoError(t, os.WriteFile(file("tokens"), []byte(text), 0o600))
+	}
+	write("alice " + strings.Repeat("x", 32))
+	o := operate(t, "--tls-cert", file(identity.ServerFile), "--tls-key", file(identity.ServerKeyFile), "--token-file", file("tokens"))
+	write("alice " + strings.Repeat("y", 32))
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGHUP))
+	o.says(`msg="tokens were read again"`)
+	write("too short")
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGHUP))
+	o.says(`the previous ones stay in force.*a token has`)
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends(), o.said())
+}
+
+func TestAServerThatIgnoresHangupsRereadsNothing(t *testing.T) {
+	testkit.Start(t)
+	o := &operated{t: t, cmd: program(t, "sh", "-c", `trap "" HUP; exec tensorferry serve --listen 127.0.0.1:0 --metrics off`)}
+	o.cmd.Stderr = o
+	require.NoError(t, o.cmd.Start())
+	o.says("msg=listening")
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGHUP))
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends(), o.said())
+	require.NotContains(t, o.said(), "hangup")
+}
+
+func TestWhatARestartDoesNotMendHasACodeOfItsOwn(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		return path
+	}
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer taken.Close()
+	for name, tc := range map[string]struct {
+		args []string
+		want int
+	}{
+		"an unknown flag":                  {[]string{"serve", "--lisen", "x"}, exitSettings},
+		"a value out of range":             {[]string{"serve", "--max-calls", "-1"}, exitSettings},
+		"an argument":                      {[]string{"serve", "x"}, exitSettings},
+		"an unknown key of a file":         {[]string{"serve", "--config", file("c.yaml", "lisen: x\n")}, exitSettings},
+		"no file":                          {[]string{"serve", "--config", filepath.Join(dir, "none")}, exitSettings},
+		"no encryption":                    {[]string{"serve", "--listen", "0.0.0.0:0"}, exitSettings},
+		"no certificate":                   {[]string{"serve", "--tls-cert", "none", "--tls-key", "none"}, exitSettings},
+		"no model":                         {[]string{"serve", "--model", "none"}, exitSettings},
+		"a model twice":                    {[]string{"serve", "--demo", "--demo", "--model", "relu=../../examples/fashion/models/bottom"}, exitSettings},
+		"a store that is a file":           {[]string{"serve", "--store", file("store", "")}, exitSettings},
+		"a socket in no folder":            {[]string{"serve", "--listen", "unix:" + dir + "/none/s"}, exitSettings},
+		"an address that another one has":  {[]string{"serve", "--metrics", "off", "--listen", taken.Addr().String()}, exitFailure},
+		"a link without a socket":          {[]string{"link", "--fd", "0"}, exitSettings},
+		"a link with a bad flag":           {[]string{"link", "--lanes", "x"}, exitSettings},
+		"a mistake in a command":           {[]string{"run", "--nonsense"}, exitUsage},
+		"a mistake in the name of serve":   {[]string{"serv"}, exitUsage},
+		"an argument of another's command": {[]string{"version", "serve"}, exitUsage},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := program(t, "tensorferry", tc.args...)
+			out, _ := c.CombinedOutput()
+			require.Equal(t, tc.want, c.ProcessState.ExitCode(), "%s", out)
+		})
+	}
+}
+
 func TestAServerTakesTheSocketOfOneThatWasKilled(t *testing.T) {
 	testkit.Start(t)
 	listen := fmt.Sprintf("unix:%s/s", t.TempDir())
@@ -194,9 +268,8 @@ func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), exe, "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--log-format", "json", "-v")}
+	o := &operated{t: t, cmd: program(t, exe, "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--log-format", "json", "-v")}
 	o.cmd.Stderr = o
-	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":\d+,"store":"memory"}\n`)
@@ -286,10 +359,10 @@ func TestTheUnitOfTheDocsStarts(t *testing.T) {
 	}
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
+	require.Equal(t, strconv.Itoa(exitSettings), setting("RestartPreventExitStatus"))
 	line := strings.NewReplacer("/usr/local/bin/tensorferry", exe, "/var/lib/tensorferry", t.TempDir(), "127.0.0.1:50051", "127.0.0.1:0 --metrics off").Replace(setting("ExecStart"))
-	o := &operated{t: t, cmd: exec.CommandContext(t.Context(), "sh", "-c", "ulimit -n "+setting("LimitNOFILE")+" || echo this machine does not allow that many descriptors >&2; exec "+line)}
+	o := &operated{t: t, cmd: program(t, "sh", "-c", "ulimit -n "+setting("LimitNOFILE")+" || echo this machine does not allow that many descriptors >&2; exec "+line)}
 	o.cmd.Dir, o.cmd.Env, o.cmd.Stderr = "/", []string{"PATH=/usr/bin:/bin"}, o
-	diesWithTest(o.cmd)
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
 	o.says(`"msg":"listening"`)
@@ -323,9 +396,9 @@ func TestAServerSpeaksToClientsOfKPUTorch(t *testing.T) {
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
 
-	o = &operated{t: t, cmd: exec.CommandContext(t.Context(), "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--kpu", "0.0.0.0:0")}
+	o = &operated{t: t, cmd: program(t, "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--kpu", "0.0.0.0:0")}
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
-	require.Equal(t, exitUsage, o.ends())
+	require.Equal(t, exitSettings, o.ends())
 	require.Contains(t, o.said(), "--kpu 0.0.0.0:0: other machines could connect")
 }

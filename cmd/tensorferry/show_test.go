@@ -12,7 +12,7 @@ func TestAnInterruptedShowDoesNotWaitForItsInput(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := exec.CommandContext(t.Context(), exe, "show", "-", "--dtype", "int8", "--shape", "1000000")
+	c := program(t, exe, "show", "-", "--dtype", "int8", "--shape", "1000000")
 	stdin, err := c.StdinPipe() // never the whole tensor
 	if err != nil {
 		t.Fatal(err)

@@ -66,7 +66,7 @@ func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
 	path := os.Getenv(childOf)
 	if path == "" {
 		path, _ = library(t)
-		c := exec.Command(os.Args[0], "-test.run", "^"+t.Name()+"$", "-test.v")
+		c := exec.CommandContext(t.Context(), os.Args[0], "-test.run", "^"+t.Name()+"$", "-test.v", "-test.timeout=2m")
 		c.Env = append(os.Environ(), childOf+"="+path)
 		out, err := c.CombinedOutput()
 		require.NoError(t, err, "%s", out)

@@ -42,6 +42,19 @@ func TestNoTestSleeps(t *testing.T) {
 	}
 }
 
+func TestNoTestStartsAProgramThatOutlivesIt(t *testing.T) {
+	for _, f := range source(t) {
+		ast.Inspect(f.ast, func(n ast.Node) bool {
+			if sel, ok := n.(*ast.SelectorExpr); f.test && ok && sel.Sel.Name == "Command" {
+				if id, ok := sel.X.(*ast.Ident); ok && id.Name == "exec" {
+					t.Errorf("%s starts a program without a context; use exec.CommandContext", f.at(n))
+				}
+			}
+			return true
+		})
+	}
+}
+
 // isCall reports whether n is the statement pkg.name(…).
 func isCall(n ast.Node, pkg, name string) bool {
 	stmt, ok := n.(*ast.ExprStmt)

@@ -249,7 +249,7 @@ func TestGreet(t *testing.T) {
 
 func TestWatchTellsOfTheEndOfAProcess(t *testing.T) {
 	testkit.Start(t)
-	cmd := exec.Command("cat")
+	cmd := exec.CommandContext(t.Context(), "cat")
 	in, err := cmd.StdinPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())

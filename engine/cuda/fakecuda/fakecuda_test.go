@@ -912,7 +912,7 @@ func child(t *testing.T, tests string, environment ...string) ([]byte, error) {
 	t.Helper()
 	self, err := os.Executable()
 	require.NoError(t, err)
-	cmd := exec.CommandContext(t.Context(), self, "-test.run="+tests, "-test.count=1")
+	cmd := exec.CommandContext(t.Context(), self, "-test.run="+tests, "-test.count=1", "-test.timeout=5m")
 	cmd.Env = append(slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "GOCOVERDIR=") }), environment...)
 	return cmd.CombinedOutput()
 }

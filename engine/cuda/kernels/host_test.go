@@ -30,7 +30,7 @@ func TestKernelsComputeOnAHostWhatTheySay(t *testing.T) {
 	}
 	h := host(filepath.Join(t.TempDir(), "harness"))
 	args := []string{"-x", "c++", "-O2", "-ffp-contract=off", "-o", string(h), "testdata/harness.cpp"}
-	if out, err := exec.Command(compiler, args...).CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(t.Context(), compiler, args...).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	for name, test := range map[string]func(*testing.T, host){
@@ -94,7 +94,7 @@ func (h host) run(t *testing.T, l Launch, gridX uint32, buffers ...any) {
 		require.NoError(t, binary.Write(&in, binary.LittleEndian, uint64(binary.Size(b))))
 		require.NoError(t, binary.Write(&in, binary.LittleEndian, b))
 	}
-	cmd := exec.Command(string(h), args...)
+	cmd := exec.CommandContext(t.Context(), string(h), args...)
 	cmd.Stdin, cmd.Stderr = &in, &stderr
 	out, err := cmd.Output()
 	require.NoError(t, err, "%v: %s", args, &stderr)

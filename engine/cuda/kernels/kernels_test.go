@@ -42,7 +42,7 @@ func TestTheImagesAreWhatTheCompilerMakesOfTheSources(t *testing.T) {
 		t.Skipf("no %s here to compile the kernels again", compiler)
 	}
 	require.NoError(t, err)
-	out, err := exec.Command(path, "--version").Output()
+	out, err := exec.CommandContext(t.Context(), path, "--version").Output()
 	require.NoError(t, err)
 	version, _, _ := strings.Cut(string(out), "\n")
 	old := readManifest()
@@ -55,7 +55,7 @@ func TestTheImagesAreWhatTheCompilerMakesOfTheSources(t *testing.T) {
 	for _, want := range targets {
 		ptx := filepath.Join(t.TempDir(), "ptx")
 		args := flags(want.target, want.isa)
-		if out, err := exec.Command(path, append(args, "-o", ptx, "kernels.cu")...).CombinedOutput(); err != nil {
+		if out, err := exec.CommandContext(t.Context(), path, append(args, "-o", ptx, "kernels.cu")...).CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		text, err := os.ReadFile(ptx)
@@ -308,7 +308,7 @@ func TestNVIDIAsAssemblerTakesTheImages(t *testing.T) {
 		for _, target := range []string{image.Target, "sm_90"} { // the least GPU, and a later one
 			file := filepath.Join(t.TempDir(), image.Name+".ptx")
 			require.NoError(t, os.WriteFile(file, image.PTX, 0o600))
-			out, err := exec.Command(ptxas, "-arch", target, "-v", "-o", os.DevNull, file).CombinedOutput()
+			out, err := exec.CommandContext(t.Context(), ptxas, "-arch", target, "-v", "-o", os.DevNull, file).CombinedOutput()
 			require.NoError(t, err, "%s", out)
 			require.Equal(t, len(All()), strings.Count(string(out), "Compiling entry function"), "%s", out)
 			require.NotRegexp(t, `[1-9]\d* bytes spill`, string(out))

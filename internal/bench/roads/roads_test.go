@@ -328,7 +328,7 @@ func TestNothingIsLeftWhenTheProgramDies(t *testing.T) {
 	Start(t, Link{})
 	self, err := os.Executable()
 	require.NoError(t, err)
-	c := exec.Command(self, "-test.run=^"+t.Name()+"$")
+	c := exec.CommandContext(t.Context(), self, "-test.run=^"+t.Name()+"$", "-test.timeout=2m")
 	c.Env = append(os.Environ(), child+"=1")
 	out, err := c.Output()
 	require.Error(t, err)
