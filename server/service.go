@@ -127,6 +127,15 @@ func (m *Models) Ready(model string) bool {
 // and for what it keeps between them.
 func (m *Models) Context() context.Context { return m.server.core.Context() }
 
+// Connection returns a context that ends with the connection of ctx's RPC, the same for all RPCs of
+// that connection; of a ctx without one it is the server's.
+func (m *Models) Connection(ctx context.Context) context.Context {
+	if one := conns.From(ctx); one != nil {
+		return one.Context()
+	}
+	return m.Context()
+}
+
 // Hold charges bytes to Config.Budget that the handler of ctx's RPC is about to make, such as
 // an inflated input, until the RPC has ended or the handler receives its next message.
 func (m *Models) Hold(ctx context.Context, bytes int64) error {

@@ -120,19 +120,19 @@ func slowDecode(data []byte, a, b int64) ([]byte, codec, bool) {
 
 func TestPassesThatAreTooOldAreGone(t *testing.T) {
 	testkit.Start(t)
-	now := time.Now()
-	tr := training{passes: []pass{
-		{name: "old", model: "a", call: tensor.ID{1}, born: now.Add(-passAge)},
-		{name: "other", model: "b", call: tensor.ID{2}, born: now.Add(-passAge)},
-		{name: "young", model: "a", call: tensor.ID{3}, born: now.Add(-passAge / 2)},
+	now, from := time.Now(), t.Context()
+	tr := training{gone: make(map[string][]string), passes: []*pass{
+		{name: "old", model: "a", from: from, call: tensor.ID{1}, born: now.Add(-passAge)},
+		{name: "other", model: "b", from: from, call: tensor.ID{2}, born: now.Add(-passAge)},
+		{name: "young", model: "a", from: from, call: tensor.ID{3}, born: now.Add(-passAge / 2)},
 	}}
-	if _, found := tr.take("old", ""); found {
+	if _, found := tr.take(from, "old", ""); found {
 		t.Error("an old pass was found")
 	}
-	if run, found := tr.take("young", ""); !found || run.call != (tensor.ID{3}) {
+	if run, found := tr.take(from, "young", ""); !found || run.call != (tensor.ID{3}) {
 		t.Error("a pass of 30 s was not found")
 	}
-	if graphs := tr.makeRoom("new", "a"); graphs != (tensor.ID{1}).String() || len(tr.passes) != 0 {
+	if graphs, free := tr.enter(&pass{name: "new", model: "a", from: from}); graphs != (tensor.ID{1}).String() || !free || len(tr.passes) != 2 {
 		t.Errorf("graphs %q go, %d passes stay", graphs, len(tr.passes))
 	}
 }

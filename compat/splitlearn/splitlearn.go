@@ -10,6 +10,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"errors"
 	"net"
 	"sync/atomic"
 	"time"
@@ -42,6 +43,7 @@ func New(l net.Listener, model string) server.Service {
 		Register: func(r grpc.ServiceRegistrar, m *server.Models) {
 			s := &service{model: model, began: time.Now()}
 			s.models, s.token, s.leases = m, rand.Text(), make(map[string]*lease)
+			s.gone = make(map[string][]string)
 			pb.RegisterComputeServiceServer(r, s)
 		},
 	}
@@ -103,7 +105,7 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 		err = invalid("forward_id has %d bytes; at most %d are kept", len(id), idBytes)
 	} else {
 		resp.ForwardId = &id
-		out, err = s.forward(ctx, p.Name, nameOf(ctx, id), in)
+		out, err = s.forward(ctx, p.Name, id, in)
 	}
 	if r := refused(err); r != nil {
 		return nil, invalid("%s", r.Text)
@@ -123,7 +125,11 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 	if err != nil {
 		return nil, err
 	}
-	run, found := s.take(nameOf(ctx, id), req.GetModelId())
+	run, found := s.take(s.models.Connection(ctx), nameOf(ctx, id), req.GetModelId())
+	again := false // which clients do
+	if found {
+		defer func() { s.settle(run, again) }()
+	}
 	p, err := s.find(cmp.Or(run.model, req.GetModelId(), s.model))
 	switch {
 	case err != nil:
@@ -133,7 +139,13 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 	case !found:
 		return nil, noPass(id)
 	}
-	if gradient, err = s.backward(ctx, &p, run, id, gradient); err != nil {
+	gradient, err = s.backward(ctx, &p, run, gradient)
+	if r, ok := errors.AsType[*server.RefusedError](err); ok && r.RetryMillis > 0 {
+		again = true
+	} else if refused(err) != nil { // the model had no memory for it, or its process was started anew
+		err = noPass(id)
+	}
+	if err != nil {
 		return nil, err
 	}
 	resp := &pb.BackwardResponse{ForwardId: id}

@@ -1,6 +1,7 @@
 package splitlearn
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -20,16 +21,20 @@ type training struct {
 	models *server.Models
 	token  string // of all leases
 
-	mu     sync.Mutex // guards all below
-	passes []pass     // the oldest first
+	mu     sync.Mutex          // guards all below
+	passes []*pass             // the oldest first
+	gone   map[string][]string // graphs that a model may still keep, and nobody needs
 	leases map[string]*lease
 }
 
-// pass is a run in training mode that waits for its gradient.
+// pass is a run in training mode that waits for its gradient. Only its connection may ask for that:
+// clients choose names as they like, and two that choose the same must not get each other's.
 type pass struct {
 	name, model string
+	from        context.Context // ends with the connection
 	call        tensor.ID
 	born        time.Time
+	busy        bool // its forward or backward run has not ended
 }
 
 // nameOf returns the name of a pass of a client, or of all whom nobody identifies.
@@ -66,6 +71,7 @@ func (t *training) giveUp(l *lease, model string) {
 	defer l.use.Unlock()
 	wait := time.Duration(0)
 	t.mu.Lock()
+	t.sweep()
 	for _, run := range t.passes {
 		if run.model == model {
 			wait = max(wait, time.Until(run.born.Add(passAge)))
@@ -79,6 +85,9 @@ func (t *training) giveUp(l *lease, model string) {
 		r, later := errors.AsType[*server.RefusedError](err)
 		later = later && r.RetryMillis > 0 || ctx.Err() == context.DeadlineExceeded
 		if !later || t.models.Context().Err() != nil { // it is given up, or lost
+			t.mu.Lock()
+			delete(t.gone, model)
+			t.mu.Unlock()
 			return
 		}
 		wait = leaseIdle
@@ -93,69 +102,107 @@ func (t *training) run(ctx context.Context, model string, id tensor.ID, in []ser
 }
 
 // forward runs a pass and keeps it. It borrows in; the outputs are copies.
-func (t *training) forward(ctx context.Context, model, name string, in []server.Tensor) ([]server.Tensor, error) {
+func (t *training) forward(ctx context.Context, model, id string, in []server.Tensor) (out []server.Tensor, err error) {
 	defer t.use(model)()
-	kept := pass{name: name, model: model, call: tensor.NewID()}
-	params := map[string]string{"lease": t.token, "eval": "true", "release": t.makeRoom(name, model)}
-	out, err := t.run(ctx, model+"/train", kept.call, in, params)
+	p := &pass{name: nameOf(ctx, id), model: model, from: t.models.Connection(ctx), call: tensor.NewID(), born: time.Now(), busy: true}
+	release, free := t.enter(p)
+	if !free {
+		return nil, frame.Errorf(frame.AlreadyExists, "forward_id %q: a pass of this name waits for its gradient; use another", id)
+	}
+	defer func() { t.settle(p, err == nil) }()
+	params := map[string]string{"lease": t.token, "eval": "true", "release": release}
+	out, err = t.run(ctx, model+"/train", p.call, in, params)
 	if refused(err) != nil { // the lease was given up, or lost with the model's process; if not, it says so again
 		_, err = t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token})
 		if r := refused(err); r != nil {
 			return nil, frame.Errorf(permissionDenied, "the model trains with another client: %s", r.Text)
 		}
 		if err == nil {
-			out, err = t.run(ctx, model+"/train", kept.call, in, params)
+			out, err = t.run(ctx, model+"/train", p.call, in, params)
 		}
 	}
-	if err != nil {
-		return nil, err
+	if ctx.Err() != nil { // the client is not told, and comes again with the same name
+		err = cmp.Or(err, context.Cause(ctx))
 	}
-	kept.born = time.Now()
-	t.keep(kept)
-	return out, nil
+	return out, err
 }
 
-func (t *training) keep(run pass) {
+// enter adds a pass whose name is free, instead of the oldest of the connection that has most if
+// there are too many. It returns what its model is to release.
+func (t *training) enter(p *pass) (release string, free bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.passes = append(t.passes, run)
-	t.passes = t.passes[max(0, len(t.passes)-passes):] // others may have come since there was room
+	t.sweep()
+	if slices.ContainsFunc(t.passes, func(q *pass) bool { return q.name == p.name }) {
+		return "", false
+	}
+	if len(t.passes) >= passes {
+		of, most := map[context.Context]int{p.from: 1}, 1
+		for _, q := range t.passes {
+			of[q.from]++
+			most = max(most, of[q.from])
+		}
+		t.drop(slices.IndexFunc(t.passes, func(q *pass) bool { return of[q.from] == most }))
+	}
+	t.passes = append(t.passes, p)
+	graphs := t.gone[p.model]
+	n := min(len(graphs), passes) // a param has room for
+	t.gone[p.model] = graphs[n:]
+	return strings.Join(graphs[:n], ","), true
 }
 
-// makeRoom drops the pass of a name, those that are too old and the oldest beyond the limit. It
-// returns those of a model, which keeps their graphs until it is told, or the lease is given up.
-func (t *training) makeRoom(name, model string) string {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	var graphs []string
+// sweep drops the passes that are too old, or whose connections have ended.
+func (t *training) sweep() {
 	for i, p := range slices.Backward(t.passes) {
-		if p.name == name || time.Since(p.born) >= passAge || i == 0 && len(t.passes) >= passes {
-			t.passes = slices.Delete(t.passes, i, i+1)
-			if p.model == model {
-				graphs = append(graphs, p.call.String())
-			}
+		if p.from.Err() != nil || !p.busy && time.Since(p.born) >= passAge {
+			t.drop(i)
 		}
 	}
-	return strings.Join(graphs, ",")
 }
 
-// take returns a pass of a model, or of any if that is empty, once, if it is kept.
-func (t *training) take(name, model string) (run pass, found bool) {
+// drop drops a pass. The graph of one that is busy may be in use, or not made yet: settle sees to it.
+func (t *training) drop(i int) {
+	p := t.passes[i]
+	t.passes = slices.Delete(t.passes, i, i+1)
+	if !p.busy {
+		t.gone[p.model] = append(t.gone[p.model], p.call.String())
+	}
+}
+
+// settle ends a run of a pass, which is kept unless it was dropped meanwhile. Of one that is not,
+// the model may have the graph or not.
+func (t *training) settle(p *pass, keep bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	i := slices.IndexFunc(t.passes, func(p pass) bool {
-		return p.name == name && (model == "" || p.model == model) && time.Since(p.born) < passAge
-	})
-	if i >= 0 {
-		run = t.passes[i]
-		t.passes = slices.Delete(t.passes, i, i+1)
+	i := slices.Index(t.passes, p)
+	p.busy, p.born = false, time.Now()
+	switch {
+	case i < 0:
+		t.gone[p.model] = append(t.gone[p.model], p.call.String())
+	case !keep:
+		t.drop(i)
 	}
-	return run, i >= 0
+}
+
+// take returns a pass of a model, or of any if that is empty, once and to its connection. settle must
+// follow.
+func (t *training) take(from context.Context, name, model string) (p *pass, found bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.sweep()
+	i := slices.IndexFunc(t.passes, func(p *pass) bool {
+		return p.name == name && p.from == from && (model == "" || p.model == model) && !p.busy
+	})
+	if i < 0 {
+		return new(pass), false
+	}
+	t.passes[i].busy = true
+	return t.passes[i], true
 }
 
 // backward returns the gradient of the input of a pass; what it would add to those of the weights
 // nobody would apply. It borrows the gradient of the result.
-func (t *training) backward(ctx context.Context, p *ports, run pass, id string, gradient tensor.Tensor) (tensor.Tensor, error) {
+func (t *training) backward(ctx context.Context, p *ports, run *pass, gradient tensor.Tensor) (tensor.Tensor, error) {
 	defer t.use(run.model)()
 	in, unused := make([]server.Tensor, len(p.Outputs)), []string(nil)
 	for i, port := range p.Outputs {
@@ -168,13 +215,8 @@ func (t *training) backward(ctx context.Context, p *ports, run pass, id string, 
 	out, err := t.run(ctx, run.model+"/backward", tensor.ID{}, in, map[string]string{
 		"lease": t.token, "forward": run.call.String(), "alone": "true", "unused": strings.Join(unused, ","),
 	})
-	if err == nil {
-		return out[p.data].Tensor, nil
+	if err != nil {
+		return gradient, err
 	}
-	if r, ok := errors.AsType[*server.RefusedError](err); ok && r.RetryMillis > 0 { // which clients do
-		t.keep(run)
-	} else if refused(err) != nil { // the model had no memory for it, or its process was started anew
-		err = noPass(id)
-	}
-	return gradient, err
+	return out[p.data].Tensor, nil
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
@@ -28,13 +29,16 @@ type trunk struct {
 	leases   int // taken
 }
 
+// abandoned is the size of an input whose graph is kept when nobody waits for the result any more.
+var abandoned [12]byte
+
 // companions are the models of docs/training.md that the service uses.
 var companionParams = map[string][]string{
 	"train": {"lease", "eval", "release"}, "backward": {"lease", "forward", "alone", "unused"}, "lease": {"token", "end"},
 }
 
 // companion is a model that sees its call.
-func (f *fixture) companion(t testing.TB, name string, in, out []engine.Port, call func(c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error)) {
+func (f *fixture) companion(t testing.TB, name string, in, out []engine.Port, call func(ctx context.Context, c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error)) {
 	info := engine.Info{Name: name, Inputs: in, Outputs: out}
 	_, part, _ := strings.Cut(name, "/")
 	for _, p := range companionParams[part] {
@@ -50,12 +54,12 @@ type seen struct {
 	engine.Model
 	host *cpu.Host
 	info engine.Info
-	call func(c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error)
+	call func(ctx context.Context, c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error)
 }
 
 func (s seen) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
-	m, err := cpu.Func{Info: s.info, Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
-		return s.call(c, in)
+	m, err := cpu.Func{Info: s.info, Call: func(ctx context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
+		return s.call(ctx, c, in)
 	}}.Model(s.host)
 	if err != nil {
 		return nil, err
@@ -79,7 +83,10 @@ func (f *fixture) addTrunk(t testing.TB) *trunk {
 	f.add(t, cpu.Func{Info: engine.Info{Name: "trunk", Inputs: x, Outputs: y}, Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
 		return []tensor.Tensor{twice(in[0])}, nil
 	}})
-	f.companion(t, "trunk/train", x, y, func(c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error) {
+	f.companion(t, "trunk/train", x, y, func(ctx context.Context, c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error) {
+		if len(in[0].Data) == len(abandoned) {
+			<-ctx.Done()
+		}
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		switch {
@@ -99,7 +106,7 @@ func (f *fixture) addTrunk(t testing.TB) *trunk {
 		k.graphs[c.ID.String()] = in[0].Shape.Clone()
 		return []tensor.Tensor{twice(in[0])}, nil
 	})
-	f.companion(t, "trunk/backward", anyShape("y"), anyShape("x"), func(c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error) {
+	f.companion(t, "trunk/backward", anyShape("y"), anyShape("x"), func(_ context.Context, c engine.Call, in []tensor.Tensor) ([]tensor.Tensor, error) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		shape, kept := k.graphs[c.Params["forward"]]
@@ -116,7 +123,7 @@ func (f *fixture) addTrunk(t testing.TB) *trunk {
 		delete(k.graphs, c.Params["forward"])
 		return []tensor.Tensor{twice(in[0])}, nil
 	})
-	f.companion(t, "trunk/lease", nil, []engine.Port{{Name: "y", Shape: []int64{1}}}, func(c engine.Call, _ []tensor.Tensor) ([]tensor.Tensor, error) {
+	f.companion(t, "trunk/lease", nil, []engine.Port{{Name: "y", Shape: []int64{1}}}, func(_ context.Context, c engine.Call, _ []tensor.Tensor) ([]tensor.Tensor, error) {
 		k.mu.Lock()
 		defer k.mu.Unlock()
 		token := c.Params["token"]
@@ -224,9 +231,7 @@ func TestHundredPassesAreKeptAndTheOldestGoFirst(t *testing.T) {
 		require.NoError(t, err)
 	}
 	k.see(func() { require.Len(t, k.graphs, 100) })
-	_, err := f.Compute(t.Context(), train(raw(1, 2), "50", 2)) // instead of the older one
-	require.NoError(t, err)
-	k.see(func() { require.Len(t, k.graphs, 100) })
+	var err error
 	for _, n := range []string{"0", "1"} {
 		_, err = f.ComputeBackward(t.Context(), func() *pb.BackwardRequest {
 			r := gradient(raw(1), n, 1)
@@ -236,14 +241,132 @@ func TestHundredPassesAreKeptAndTheOldestGoFirst(t *testing.T) {
 		isGone(t, n, err)
 	}
 	for n := 2; n < 102; n++ {
-		g := gradient(raw(1), fmt.Sprint(n), 1)
-		if n == 50 {
-			g = gradient(raw(1, 2), "50", 2)
-		}
-		_, err = f.ComputeBackward(t.Context(), g)
+		_, err = f.ComputeBackward(t.Context(), gradient(raw(1), fmt.Sprint(n), 1))
 		require.NoError(t, err, n)
 	}
 	k.see(func() { require.Empty(t, k.graphs) })
+}
+
+func (f *fixture) other(t testing.TB) (client pb.ComputeServiceClient, leave func()) {
+	conn := dial(t, f.addr)
+	return pb.NewComputeServiceClient(conn), func() { require.NoError(t, conn.Close()) }
+}
+
+func TestAPassBelongsToItsConnection(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", nil)
+	k := f.addTrunk(t)
+	other, leave := f.other(t)
+	_, err := f.Compute(t.Context(), train(raw(1, 2), "f", 2))
+	require.NoError(t, err)
+	for _, c := range []pb.ComputeServiceClient{f, other} { // clients in one process may share a connection
+		_, err = c.Compute(t.Context(), train(raw(1), "f", 1))
+		hasCode(t, codes.AlreadyExists, err)
+	}
+	_, err = other.ComputeBackward(t.Context(), gradient(raw(1), "f", 1))
+	isGone(t, "f", err)
+	g, err := f.ComputeBackward(t.Context(), gradient(raw(5, 7), "f", 2))
+	require.NoError(t, err)
+	require.Equal(t, []float32{10, 14}, floats(t, g.GetGradInputData()))
+
+	_, err = other.Compute(t.Context(), train(raw(1), "f", 1))
+	require.NoError(t, err, "the name is free again")
+	leave()
+	testkit.Eventually(t, func() bool {
+		_, err := f.Compute(t.Context(), train(raw(1), "f", 1))
+		return err == nil
+	}, "the name, when the other's connection has ended")
+	k.see(func() { require.Len(t, k.graphs, 1, "and its graph is released") })
+}
+
+func TestOfTwoPassesOfANameAtATimeOneIsKept(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", nil)
+	k := f.addTrunk(t)
+	for n := range 20 {
+		name, ended := fmt.Sprint(n), make(chan error)
+		for range 2 {
+			go func() {
+				_, err := f.Compute(t.Context(), train(raw(1), name, 1))
+				ended <- err
+			}()
+		}
+		a, b := <-ended, <-ended
+		if a == nil {
+			a, b = b, a
+		}
+		hasCode(t, codes.AlreadyExists, a)
+		require.NoError(t, b)
+		for range 2 {
+			go func() {
+				_, err := f.ComputeBackward(t.Context(), gradient(raw(5), name, 1))
+				ended <- err
+			}()
+		}
+		a, b = <-ended, <-ended
+		if a == nil {
+			a, b = b, a
+		}
+		isGone(t, name, a)
+		require.NoError(t, b)
+	}
+	k.see(func() { require.Empty(t, k.graphs) })
+}
+
+func TestEachConnectionHasAShareOfTheHundred(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", nil)
+	k := f.addTrunk(t)
+	other, _ := f.other(t)
+	forward := func(c pb.ComputeServiceClient, who string, n int) {
+		_, err := c.Compute(t.Context(), train(raw(1), fmt.Sprint(who, n), 1))
+		require.NoError(t, err)
+	}
+	for n := range 40 {
+		forward(f, "mine", n)
+	}
+	for n := range 300 {
+		forward(other, "other", n)
+	}
+	k.see(func() { require.Len(t, k.graphs, 100) })
+	for n := 40; n < 60; n++ { // beyond its share a connection makes room itself
+		forward(f, "mine", n)
+	}
+	for n := range 60 {
+		_, err := f.ComputeBackward(t.Context(), gradient(raw(1), fmt.Sprint("mine", n), 1))
+		if n < 10 {
+			isGone(t, fmt.Sprint("mine", n), err)
+		} else {
+			require.NoError(t, err, n)
+		}
+	}
+	for n := 250; n < 300; n++ {
+		_, err := other.ComputeBackward(t.Context(), gradient(raw(1), fmt.Sprint("other", n), 1))
+		require.NoError(t, err, n)
+	}
+}
+
+func TestAPassThatItsClientIsNotToldOfIsNotKept(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", nil)
+	k := f.addTrunk(t)
+	_, err := f.Compute(t.Context(), train(raw(1), "e", 1)) // has the lease
+	require.NoError(t, err)
+	_, err = f.ComputeBackward(t.Context(), gradient(raw(5), "e", 1))
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	_, err = f.Compute(ctx, train(abandoned[:], "f", 3))
+	hasCode(t, codes.DeadlineExceeded, err)
+	testkit.Eventually(t, func() bool {
+		_, err := f.Compute(t.Context(), train(raw(1), "f", 1))
+		return err == nil
+	}, "the name is free")
+	_, err = f.ComputeBackward(t.Context(), gradient(raw(5), "f", 1))
+	require.NoError(t, err)
+	_, err = f.Compute(t.Context(), train(raw(1), "g", 1))
+	require.NoError(t, err)
+	k.see(func() { require.Len(t, k.graphs, 1, "the first one's graph is released") })
 }
 
 func TestTheLeaseIsTakenAnewWhenItIsLostAndNotTakenFromOthers(t *testing.T) {

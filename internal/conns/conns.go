@@ -67,9 +67,14 @@ type Conn struct {
 	addr   net.Addr
 	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
 	thin   *rate.Limiter
-	rpcs   *rpcsContext // nil unless gRPC has the connection
-	owner  any          // of the lane that it is; guarded by Set.mu
+	rpcs   *rpcsContext // nil unless gRPC has the connection, as the two below
+	life   context.Context
+	end    context.CancelFunc // of life
+	owner  any                // of the lane that it is; guarded by Set.mu
 }
+
+// Context returns a context that ends with the connection, of one that gRPC has.
+func (c *Conn) Context() context.Context { return c.life }
 
 // Open charges an RPC to the connection from its headers on. It reports whether there is
 // memory for it; end is called when there is none any more. The account is nil, which is
@@ -271,6 +276,7 @@ func (s *Set) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Cont
 		one = s.one()
 	}
 	one.addr = info.RemoteAddr
+	one.life, one.end = context.WithCancel(ctx)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.open[one] = struct{}{}
@@ -302,6 +308,7 @@ func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
 		return
 	}
 	one := From(ctx)
+	one.end()
 	s.mu.Lock()
 	delete(s.open, one)
 	s.mu.Unlock()

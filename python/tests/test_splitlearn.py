@@ -298,6 +298,21 @@ class Training(Case):
             with self.gone(said.forward_id):
                 self.backward(stub, said.forward_id)
 
+    def test_a_pass_belongs_to_its_connection(self) -> None:
+        alone = {"grpc.use_local_subchannel_pool": 1}  # or both have one connection
+        x, one = numpy.array([3.0, -1.5], "float32"), numpy.ones(2, "float32")
+        with self.client(self.address, **alone) as stub, self.client(self.address, **alone) as other:
+            self.compute(stub, x, TensorCodec(), training_mode=True, forward_id="f", model_id="square")
+            for same in (stub, other):
+                with self.refused("ALREADY_EXISTS", "waits for its gradient"):
+                    self.compute(same, one, TensorCodec(), training_mode=True, forward_id="f", model_id="square")
+            request = self.pb.BackwardRequest(grad_output_data=one.tobytes(), grad_output_shape=[2], forward_id="f")
+            with self.gone("f"):
+                other.ComputeBackward(request)
+            g = stub.ComputeBackward(request).grad_input_data
+            self.assertEqual(numpy.frombuffer(g, "float32").tolist(), [6.0, -3.0])
+            self.step(other, TensorCodec(), x, one, "f", "square")
+
     def test_the_oldest_of_101_is_gone(self) -> None:
         one = numpy.ones(1, "float32")
         with self.client(self.address) as stub:
