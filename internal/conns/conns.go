@@ -5,10 +5,12 @@ package conns
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"maps"
 	"net"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -42,6 +44,7 @@ type Set struct {
 	lanes                             lane.Offers
 	lanesRefused, handshakesFailed    atomic.Int64
 	refused, noLane, unread, unshaken admission.LogSampler
+	loud                              admission.LogSampler // connections closed for what their peers sent
 
 	mu       sync.Mutex // guards all below
 	open     map[*Conn]struct{}
@@ -256,6 +259,7 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 	one := accepted.one
 	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 })
 	one.unread.Charge = one.in.Queue
+	one.in.Closing = func(why error) { h.of.closing(accepted.RemoteAddr(), why) }
 	return tracked{one.in, one}, info, nil
 }
 
@@ -335,11 +339,20 @@ func (s *Set) Watch(idle time.Duration, done <-chan struct{}) {
 		stuck := slices.DeleteFunc(slices.Collect(maps.Keys(s.open)), func(one *Conn) bool { return !one.unread.Look() || one.in == nil })
 		s.mu.Unlock()
 		for _, one := range stuck {
-			if n, due := s.unread.Again(); due {
-				s.cfg.Log.Warn("connection closed: its peer does not read", slog.String("peer", one.addr.String()), slog.Int64("closed", n))
-			}
+			s.closing(one.addr, inbound.ErrUnread)
 			_ = one.in.Close() // gRPC's reader cleans up the rest
 		}
+	}
+}
+
+// closing logs that a connection is about to be closed.
+func (s *Set) closing(peer net.Addr, why error) {
+	sampler := &s.loud
+	if errors.Is(why, inbound.ErrUnread) {
+		sampler = &s.unread
+	}
+	if n, due := sampler.Again(); due {
+		s.cfg.Log.Warn("connection closed: "+strings.TrimPrefix(why.Error(), "inbound: "), slog.String("peer", peer.String()), slog.Int64("closed", n))
 	}
 }
 

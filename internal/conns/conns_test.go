@@ -1,9 +1,11 @@
 package conns
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strings"
 	"testing"
@@ -168,6 +170,28 @@ func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 		require.NoError(t, <-read, "who reads is served")
 		require.NoError(t, reads.Close())
 	})
+}
+
+func TestAConnectionThatIsClosedForItsFramesIsToldAndLogged(t *testing.T) {
+	testkit.Start(t)
+	for name, encrypted := range map[string]bool{"in clear": false, "over TLS": true} {
+		t.Run(name, func(t *testing.T) {
+			bubble(t, func(t *testing.T) {
+				f := serve(t, secureOr(t, encrypted))
+				c := f.dial(t)
+				go func() { // ends with the connection
+					_, _ = c.Write([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"))
+					for err := error(nil); err == nil; {
+						_, err = c.Write(bytes.Repeat([]byte("\x00\x00\x04\x08\x00\x00\x00\x00\x00\x00\x00\x00\x01"), 100))
+					}
+				}()
+				sent, _ := io.ReadAll(c)
+				text := strings.TrimPrefix(inbound.ErrControl.Error(), "inbound: ")
+				require.Contains(t, string(sent), "\x00\x00\x00\x0b"+text, "GOAWAY, ENHANCE_YOUR_CALM")
+				require.Equal(t, 1, f.lines("connection closed: "+text))
+			})
+		})
+	}
 }
 
 func TestAConnectionWhosePeerWaitsIsExcused(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -36,13 +37,18 @@ type Conn struct {
 	calm    time.Time    // when fewer control frames last came than may
 	paid    atomic.Int64 // bytes written, for which control frames may come
 
-	header [headerBytes]byte // of the frame that gRPC writes; of its writer, as those below
-	got    int               // bytes of header
-	skip   int               // bytes of the frame that follow
+	writing sync.Mutex        // guards those below, and whole frames that are written
+	header  [headerBytes]byte // of the frame that gRPC writes
+	got     int               // bytes of header
+	skip    int               // bytes of the frame that follow
+	why     error             // to be told the peer
+	told    chan struct{}     // closed when it has been: nothing is written after that
 
 	granted chan bool     // whether what was wanted is charged, or not wanted any more
 	done    chan struct{} // closed by Close
 	close   func() error
+	// Closing, if not nil, is told why the connection is about to be closed.
+	Closing func(why error)
 
 	// Guarded by m.mu.
 	rpcs     map[uint32]*RPC
@@ -113,9 +119,12 @@ const (
 	typeData     = 0
 	typeHeaders  = 1
 	typeReset    = 3
+	typeGoAway   = 7
 	typeContinue = 9
 	flagEnd      = 1
 	flagPadded   = 8
+
+	enhanceYourCalm = 11
 	// nobody is an ID that no RPC has: clients use odd ones. gRPC returns the window of its
 	// data frames to the connection, and drops their bytes.
 	nobody = 2
@@ -127,7 +136,7 @@ const (
 func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
 	conn := &Conn{
 		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
-		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), told: make(chan struct{}), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
 		close(conn.done)
@@ -165,6 +174,9 @@ func (c *Conn) End() {
 func (c *Conn) Read(p []byte) (int, error) {
 	if c.rest == 0 {
 		if err := c.next(); err != nil {
+			if errors.Is(err, ErrControl) || errors.Is(err, ErrMemory) {
+				c.leave(err)
+			}
 			return 0, err
 		}
 	}
@@ -229,7 +241,7 @@ func (c *Conn) pace() error {
 	if c.control.Tokens() >= controlRate/10 {
 		c.calm = time.Now()
 	} else if time.Since(c.calm) >= pause { // by then its peer may have gone long ago
-		return fmt.Errorf("inbound: over %d frames a second that bring nothing, for %v", controlRate, pause)
+		return ErrControl
 	}
 	if d < controlDebt {
 		return nil
@@ -243,14 +255,22 @@ func (c *Conn) pace() error {
 }
 
 // Write writes what gRPC sends, which it borrows, and sees the ends of RPCs in it: until
-// its status is written, gRPC keeps what an RPC has left unread.
+// its status is written, gRPC keeps what an RPC has left unread. What comes after the peer was
+// told why its connection is closed is dropped.
 func (c *Conn) Write(b []byte) (int, error) {
-	for rest := b; len(rest) > 0; {
-		if c.skip > 0 {
-			n := min(c.skip, len(rest))
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	pays, rest := len(b), b
+	for {
+		if n := min(c.skip, len(rest)); n > 0 {
 			c.skip -= n
 			rest = rest[n:]
-			continue
+		}
+		if between := c.skip == 0 && c.got == 0; between && c.why != nil {
+			return len(b), c.tell(b[:len(b)-len(rest)])
+		}
+		if len(rest) == 0 {
+			break
 		}
 		n := copy(c.header[c.got:], rest)
 		rest = rest[n:]
@@ -263,9 +283,50 @@ func (c *Conn) Write(b []byte) (int, error) {
 		if kind == typeReset || flags&flagEnd != 0 && (kind == typeHeaders || kind == typeData) {
 			c.over(binary.BigEndian.Uint32(c.header[5:]) &^ (1 << 31))
 		}
+		if kind == typeData {
+			pays += controlsOfData * controlPays
+		}
 	}
-	c.pay(int64(len(b)))
+	c.pay(int64(pays))
 	return c.Conn.Write(b)
+}
+
+// tell writes the last of the frames, and GOAWAY, unless that is done; writing is held.
+func (c *Conn) tell(last []byte) error {
+	select {
+	case <-c.told:
+		return nil
+	default:
+	}
+	defer close(c.told)
+	text := strings.TrimPrefix(c.why.Error(), "inbound: ")
+	b := binary.BigEndian.AppendUint32(last[:len(last):len(last)], uint32(8+len(text))<<8|typeGoAway)
+	b = append(b, 0, 0, 0, 0, 0)
+	b = binary.BigEndian.AppendUint32(b, 1<<31-1) // any RPC may have been heard
+	b = binary.BigEndian.AppendUint32(b, enhanceYourCalm)
+	_, err := c.Conn.Write(append(b, text...))
+	return err
+}
+
+// leave tells the peer why its connection is closed, between two frames, and gives it a moment to
+// read that: what it sends meanwhile is dropped, or the system would drop the reason.
+func (c *Conn) leave(why error) {
+	if c.Closing != nil {
+		c.Closing(why)
+	}
+	_ = c.Conn.SetDeadline(time.Now().Add(goodbye))
+	c.writing.Lock()
+	c.why = why
+	c.writing.Unlock()
+	if _, err := c.Write(nil); err != nil {
+		return
+	}
+	select {
+	case <-c.told:
+		_, _ = io.CopyN(io.Discard, c.Conn, goodbyeBytes)
+	case <-time.After(goodbye):
+	case <-c.done:
+	}
 }
 
 // over says that gRPC takes nothing more for an RPC. It reports whether one was open.

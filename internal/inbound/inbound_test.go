@@ -279,16 +279,18 @@ func TestFramesThatBringNothingArePaced(t *testing.T) {
 		kind    byte
 		id      uint32
 		written int // bytes
+		sent    int // data frames
 		opened  int // RPCs
 		want    time.Duration
 	}{
-		"window updates":               {8, 0, 0, 0, 3 * time.Second},
-		"settings":                     {4, 0, 0, 0, 3 * time.Second},
-		"pings":                        {6, 0, 0, 0, 3 * time.Second},
-		"resets of what is not open":   {typeReset, 99, 0, 0, 3 * time.Second},
-		"data for what is not open":    {typeData, 99, 0, 0, 3 * time.Second},
-		"updates for what was written": {8, 0, controlPays * controlRate, 0, 2 * time.Second},
-		"updates for RPCs":             {8, 0, 0, controlRate / controlsOfRPC, 2 * time.Second},
+		"window updates":               {8, 0, 0, 0, 0, 3 * time.Second},
+		"settings":                     {4, 0, 0, 0, 0, 3 * time.Second},
+		"pings":                        {6, 0, 0, 0, 0, 3 * time.Second},
+		"resets of what is not open":   {typeReset, 99, 0, 0, 0, 3 * time.Second},
+		"data for what is not open":    {typeData, 99, 0, 0, 0, 3 * time.Second},
+		"updates for what was written": {8, 0, controlPays * controlRate, 0, 0, 2 * time.Second},
+		"updates for small messages":   {8, 0, 0, controlRate / controlsOfData, 0, 2 * time.Second},
+		"updates for RPCs":             {8, 0, 0, 0, controlRate / controlsOfRPC, 2 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -304,6 +306,11 @@ func TestFramesThatBringNothingArePaced(t *testing.T) {
 				send(make([]byte, preface))
 				if _, err := tr.Write(frame(5, 0, 1, make([]byte, c.written))); err != nil {
 					t.Error(err)
+				}
+				for range c.sent {
+					if _, err := tr.Write(frame(typeData, 0, 1, make([]byte, 10))); err != nil {
+						t.Error(err)
+					}
 				}
 				for range c.opened {
 					send(frame(typeHeaders, 0, 1, nil))
@@ -352,6 +359,62 @@ func TestAConnectionThatNeverCalmsIsClosed(t *testing.T) {
 		}
 		<-tr.over
 	})
+}
+
+func TestAConnectionThatIsClosedIsToldWhyBetweenTwoFrames(t *testing.T) {
+	const id = 7
+	sent := frame(typeData, 0, id, make([]byte, 100))
+	for name, cut := range map[string]int{"between": 0, "in a header": 3, "after a header": headerBytes, "in a frame": 50} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := NewMemory(0, mib)
+				tr := m.transport(t, nil)
+				var why error
+				tr.Closing = func(err error) { why = err }
+				go func() {
+					tr.read(func(uint32) {}, func(uint32, int) {})
+					_ = tr.Close()
+				}()
+				heard := make(chan []byte, 1)
+				go func() {
+					b, _ := io.ReadAll(tr.peer)
+					heard <- b
+				}()
+				if _, err := tr.Write(append(bytes.Clone(sent), sent[:cut]...)); err != nil {
+					t.Fatal(err)
+				}
+				_, _ = tr.peer.Write(make([]byte, preface))
+				for why == nil { // with time for the writer below to find it so
+					if _, err := tr.peer.Write(frame(6, 0, 0, make([]byte, 8))); err != nil {
+						t.Fatal(err)
+					}
+					synctest.Wait()
+				}
+				if cut > 0 {
+					if n, err := tr.Write(append(bytes.Clone(sent[cut:]), sent...)); err != nil || n != 2*len(sent)-cut {
+						t.Error(n, err)
+					}
+				}
+				if n, err := tr.Write(sent); err != nil || n != len(sent) { // nobody hears it
+					t.Error(n, err)
+				}
+				_ = tr.peer.SetDeadline(time.Now().Add(2 * goodbye))
+				<-tr.over
+				if !errors.Is(why, ErrControl) || !errors.Is(tr.err, ErrControl) {
+					t.Errorf("it was closed for %v, and %v", why, tr.err)
+				}
+				want := bytes.Clone(sent)
+				if cut > 0 {
+					want = append(want, sent...)
+				}
+				b := <-heard
+				last, whole := bytes.CutPrefix(b, want)
+				if text, _ := bytes.CutPrefix(last, []byte{0, 0, byte(len(last) - headerBytes), typeGoAway, 0, 0, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0, 0, 0, enhanceYourCalm}); !whole || "inbound: "+string(text) != ErrControl.Error() {
+					t.Errorf("the peer heard %q", b)
+				}
+			})
+		})
+	}
 }
 
 // charging returns a connection with an RPC that takes frames without gRPC.

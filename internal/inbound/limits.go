@@ -43,14 +43,20 @@ const (
 
 	// A connection may send controlRate frames a second that bring nothing, such as window
 	// updates, pings and what comes for RPCs that are over, beside one for each controlPays
-	// bytes that are written to it and controlsOfRPC for each RPC: gRPC's own clients send
-	// half as many. Those beyond are read later, in steps of controlDebt; a connection that
+	// bytes that are written to it, controlsOfData for each data frame and controlsOfRPC for
+	// each RPC: gRPC's own clients send half as many, such as a window update for each small
+	// message that they read. Those beyond are read later, in steps of controlDebt; a connection that
 	// is never done with them for pause is closed.
-	controlRate   = 1000
-	controlBurst  = 2000
-	controlPays   = 4 << 10
-	controlsOfRPC = 4
-	controlDebt   = 5 * time.Millisecond
+	controlRate    = 1000
+	controlBurst   = 2000
+	controlPays    = 4 << 10
+	controlsOfData = 2
+	controlsOfRPC  = 4
+	controlDebt    = 5 * time.Millisecond
+	// goodbye is how long a peer has to take the reason why its connection is closed, and
+	// goodbyeBytes how much of what it sends meanwhile is dropped.
+	goodbye      = time.Second
+	goodbyeBytes = 1 << 20
 
 	// queueEvery is how often what is to be sent looks for memory.
 	queueEvery = 10 * time.Millisecond

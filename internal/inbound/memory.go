@@ -23,8 +23,14 @@ import (
 	"time"
 )
 
-// ErrMemory ends a connection, or an RPC, for want of memory.
-var ErrMemory = errors.New("inbound: no memory for what clients send")
+var (
+	// ErrMemory ends a connection, or an RPC, for want of memory.
+	ErrMemory = errors.New("inbound: no memory for what clients send")
+	// ErrControl ends a connection for frames that bring nothing.
+	ErrControl = fmt.Errorf("inbound: over %d frames a second that bring nothing, such as pings, for %v: send fewer", controlRate, pause)
+	// ErrUnread ends a connection for what its peer does not read.
+	ErrUnread = errors.New("inbound: its peer does not read")
+)
 
 // TooLargeError ends an RPC whose message is larger than gRPC receives, or than memory allows.
 type TooLargeError struct {
@@ -228,7 +234,12 @@ func (m *Memory) shed() bool {
 	}
 	most.shed = true
 	m.denied++
-	go func() { _ = most.Close() }() // ends at once: not with the lock
+	go func() { // ends at once: not with the lock
+		if most.Closing != nil {
+			most.Closing(ErrUnread)
+		}
+		_ = most.Close()
+	}()
 	return true
 }
 
