@@ -53,6 +53,9 @@ func run(ctx context.Context, args []string) int {
 	if code == exitUsage && (c.Name() == "serve" || c.Name() == "link") {
 		code = exitSettings
 	}
+	if c.Name() == "serve" { // nobody may read what it says
+		defer time.AfterFunc(lastWords, func() { os.Exit(code) }).Stop()
+	}
 	if f := c.Flag("log-format"); f != nil && f.Value.String() == logJSON { // of serve, whose log goes on
 		attrs := []any{slog.String("error", text)}
 		if hint != "" {
@@ -153,6 +156,7 @@ func untilInterrupted() context.Context {
 	}
 	go func() {
 		obey(signals, cancel)
+		time.AfterFunc(lastWords, func() { os.Exit(exitInterrupted) }) // nobody may read this:
 		fmt.Fprintln(os.Stderr, "tensorferry: second signal: exiting immediately")
 		os.Exit(exitInterrupted)
 	}()

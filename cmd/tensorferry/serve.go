@@ -280,22 +280,10 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 	return c
 }
 
-func newLog(c serveConfig) *slog.Logger {
-	var level slog.Level
-	_ = level.UnmarshalText([]byte(c.logLevel)) // the flag has checked it
-	if c.verbose {
-		level = slog.LevelDebug
-	}
-	o := &slog.HandlerOptions{Level: level}
-	if c.logFormat == logJSON {
-		return slog.New(slog.NewJSONHandler(os.Stderr, o))
-	}
-	return slog.New(slog.NewTextHandler(os.Stderr, o))
-}
-
 // serve runs a server until ctx ends. Once it listens, it writes its address to ready.
 func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
-	log := newLog(c)
+	log, lines := newLog(c)
+	defer lines.end()
 	id, err := c.identity(log)
 	if err == nil {
 		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
@@ -353,6 +341,7 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err != nil {
 		return errors.Join(err, l.Close())
 	}
+	metrics.LogLines(registry, func() float64 { return float64(lines.dropped.Load()) })
 	limitHeap(e, s, pushed)
 	var draining atomic.Bool
 	serving := func() bool { return !draining.Load() }

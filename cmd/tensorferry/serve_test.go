@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
@@ -27,6 +28,7 @@ import (
 
 	kpupb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
@@ -275,6 +277,70 @@ func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	o.says(`"msg":"listening","address":"127.0.0.1:\d+","metrics":"off","models":\d+,"store":"memory"}\n`)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends())
+}
+
+func TestAServerGoesOnWhoeverReadsItsLog(t *testing.T) {
+	testkit.Start(t)
+	for name, reader := range map[string]func(*os.File){
+		"the reader ends":       func(r *os.File) { require.NoError(t, r.Close()) },
+		"the reader reads none": func(*os.File) {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r, w, err := os.Pipe()
+			require.NoError(t, err)
+			defer r.Close() // it may be closed
+			c := program(t, "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", "--log-level", "debug", "--drain", "50ms")
+			c.Stderr = w
+			require.NoError(t, c.Start())
+			require.NoError(t, w.Close())
+			o := &operated{t: t, cmd: c}
+			for lines := bufio.NewScanner(r); o.address == "" && lines.Scan(); {
+				if m := regexp.MustCompile(`msg=listening address=(\S+) metrics=(\S+)`).FindStringSubmatch(lines.Text()); m != nil {
+					o.address, o.metrics = m[1], m[2]
+				}
+			}
+			reader(r)
+			cl, err := client.Dial(o.address, client.Config{})
+			require.NoError(t, err)
+			defer cl.Close()
+			dropped := regexp.MustCompile(`(?m)^tensorferry_log_lines_dropped_total [1-9]`)
+			testkit.Eventually(t, func() bool {
+				for range 200 {
+					_, err := cl.Info(t.Context()) // a line of the log
+					require.NoError(t, err)
+				}
+				return dropped.MatchString(o.get("/metrics", 200))
+			}, "lines to be dropped")
+			o.call() // so that it has something to say at its end
+			require.NoError(t, c.Process.Signal(syscall.SIGTERM))
+			require.Equal(t, exitFailure, o.ends())
+		})
+	}
+}
+
+func TestALogSaysHowManyLinesItLost(t *testing.T) {
+	testkit.Start(t)
+	w := &logWriter{lines: make(chan []byte, 2), ended: make(chan struct{})}
+	said := make(chan int64, 1)
+	for range 5 {
+		_, err := w.Write([]byte("x\n"))
+		require.NoError(t, err)
+	}
+	var to failing = 1
+	go w.write(&to, func(n int64) { said <- n })
+	require.EqualValues(t, 4, <-said, "three that found no room, and the first")
+	w.end()
+	<-w.ended
+}
+
+// failing is a writer that fails so often.
+type failing int
+
+func (f *failing) Write(p []byte) (int, error) {
+	if *f--; *f >= 0 {
+		return 0, errors.New("full")
+	}
+	return len(p), nil
 }
 
 func TestProbesNeedNeitherTLSNorAToken(t *testing.T) {

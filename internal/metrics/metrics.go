@@ -208,3 +208,10 @@ func NewRegistry() *prometheus.Registry {
 	r.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return r
 }
+
+// LogLines adds the count of lines of the log that were dropped.
+func LogLines(r *prometheus.Registry, dropped func() float64) {
+	r.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+		Name: "tensorferry_log_lines_dropped_total", Help: "Lines of the log that could not be written.",
+	}, dropped))
+}
