@@ -49,8 +49,10 @@ type Folder struct {
 	disk
 	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under mu only
 
-	setLock              // guards unfinished; taken before locks
-	unfinished *manifest // of a committed set, to be finished before other changes
+	sets       sync.Mutex   // held while a set is committed and its files get their names; guards unfinished
+	unfinished *manifest    // of a committed set, to be finished before the next one
+	stuck      atomic.Bool  // it must be, before any change: the last attempt failed
+	changes    sync.RWMutex // held, shared, during other changes, and by a set while it becomes visible; taken before locks
 
 	// locks are held while the file of a name is replaced, deleted or mapped, so that index
 	// and file agree; see lockName.
@@ -324,19 +326,17 @@ func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string,
 
 // delete deletes the file of a pushed tensor, if it exists.
 func (f *Folder) delete(name string) (there bool, err error) {
-	if err := f.change(); err != nil {
+	file := fileName(name)
+	end, err := f.change(name, file)
+	if err != nil {
 		return false, err
 	}
-	defer f.sets.RUnlock()
-	defer f.lockName(fileName(name))()
-	if err := f.usable(); err != nil {
-		return false, err
-	}
+	defer end()
 	p, there := f.find(name)
 	if !there {
 		return false, nil
 	}
-	if err := f.remove(filepath.Join(f.dir, p.file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := f.remove(filepath.Join(f.dir, file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return false, changing(fmt.Sprintf("delete tensor %q", name), err)
 	}
 	f.forget(p)
@@ -394,14 +394,11 @@ func (w *folderWriter) Commit(context.Context) (Info, error) {
 	if err := w.seal(); err != nil {
 		return Info{}, err
 	}
-	if err := f.change(); err != nil {
+	end, err := f.change(p.info.Name, p.file)
+	if err != nil {
 		return Info{}, err
 	}
-	defer f.sets.RUnlock()
-	defer f.lockName(p.file)()
-	if err := f.usable(); err != nil {
-		return Info{}, err
-	}
+	defer end()
 	if err := f.rename(filepath.Join(f.dir, w.temp), filepath.Join(f.dir, p.file)); err != nil {
 		return Info{}, w.failed("name", err)
 	}

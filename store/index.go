@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/internal/background"
@@ -22,6 +23,8 @@ type index[T interface{ about() *Info }] struct {
 	byName map[string]T
 	names  []string // sorted
 	closed bool
+	sets   []string // the names of the last sets, in the order of their commits
+	forgot int64    // how many names of earlier sets are not in sets any more
 }
 
 // find returns a value; it locks mu.
@@ -48,22 +51,33 @@ func (x *index[T]) open(name string, hold func(T)) (v T, err error) {
 }
 
 // List implements Store; it locks mu.
-func (x *index[T]) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	return listPages(ctx, glob, after, most, func(after string, n int) (infos []Info, err error) {
+func (x *index[T]) List(ctx context.Context, pattern, after string, most int) (found []Info, err error) {
+	err = eachMatch(ctx, pattern, after, x.page, func(name string) bool {
+		if len(found) >= most {
+			return false
+		}
 		x.mu.Lock()
 		defer x.mu.Unlock()
-		if x.closed {
-			return nil, ErrClosed
+		if v, there := x.byName[name]; there {
+			found = append(found, v.about().clone())
 		}
-		i, there := slices.BinarySearch(x.names, after)
-		if there {
-			i++
-		}
-		for _, name := range x.names[i:min(i+n, len(x.names))] {
-			infos = append(infos, *x.byName[name].about())
-		}
-		return infos, nil
+		return true
 	})
+	return found, err
+}
+
+// page returns names after one, and not before the prefix; it locks mu.
+func (x *index[T]) page(after, prefix string) ([]string, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.closed {
+		return nil, ErrClosed
+	}
+	i, there := slices.BinarySearch(x.names, max(after, prefix))
+	if there && after >= prefix {
+		i++
+	}
+	return slices.Clone(x.names[i:min(i+pageNames, len(x.names))]), nil
 }
 
 // close closes the store once.
@@ -75,11 +89,31 @@ func (x *index[T]) close() error {
 	return nil
 }
 
-// put adds values, and returns those that they replace.
+// Changed implements Sets; it locks mu.
+func (x *index[T]) Changed(after int64) (names []string, now int64, known bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	now = x.forgot + int64(len(x.sets))
+	if after < x.forgot {
+		return nil, now, false
+	}
+	return slices.Clone(x.sets[min(after, now)-x.forgot:]), now, true
+}
+
+// put adds values, a set if there are several, and returns those that they replace.
 func (x *index[T]) put(values ...T) (replaced []T) {
 	var fresh []string
+	if len(values) > 1 {
+		if over := len(x.sets) + len(values) - keptNames; over > 0 {
+			x.sets = slices.Delete(x.sets, 0, over)
+			x.forgot += int64(over)
+		}
+	}
 	for _, v := range values {
 		name := v.about().Name
+		if len(values) > 1 {
+			x.sets = append(x.sets, name)
+		}
 		if old, there := x.byName[name]; there {
 			replaced = append(replaced, old)
 		} else {
@@ -121,38 +155,36 @@ func deleteEach(ctx context.Context, names []string, one func(name string) (ther
 	return deleted, nil
 }
 
-// listPages implements Store.List with pages of up to n Infos after a name. It gives way
-// between two pages, so that a long list does not delay others.
-func listPages(ctx context.Context, pattern, after string, most int, page func(after string, n int) ([]Info, error)) ([]Info, error) {
+// eachMatch passes names that match to use, until it returns false, from pages of up to
+// pageNames after a name. It gives way between two pages, so that a long list does not delay
+// others.
+func eachMatch(ctx context.Context, pattern, after string, page func(after, prefix string) ([]string, error), use func(name string) bool) error {
 	g, err := glob.Parse(pattern)
 	if err != nil {
-		return nil, err
+		return err
 	}
+	prefix := glob.Prefix(pattern)
 	var turn background.Turn
 	defer turn.End()
-	var found []Info
 	for {
 		if err := turn.Work(ctx); err != nil {
-			return nil, err
+			return err
 		}
-		infos, err := page(after, pageNames)
+		names, err := page(after, prefix)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		for _, info := range infos {
+		for _, name := range names {
 			if ctx.Err() != nil { // a name may take 10 µs
-				return nil, context.Cause(ctx)
+				return context.Cause(ctx)
 			}
-			if len(found) >= most {
-				return found, nil
+			after = name
+			if !strings.HasPrefix(name, prefix) || (pattern == "" || g.Match(name)) && !use(name) {
+				return nil
 			}
-			if pattern == "" || g.Match(info.Name) {
-				found = append(found, info.clone())
-			}
-			after = info.Name
 		}
-		if len(infos) < pageNames {
-			return found, nil
+		if len(names) < pageNames {
+			return nil
 		}
 	}
 }

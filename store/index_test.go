@@ -11,10 +11,10 @@ import (
 
 func TestAListEndsAmidAPageWhenItsReaderHasGone(t *testing.T) {
 	ctx, end := context.WithCancelCause(t.Context())
-	_, err := listPages(ctx, "*a", "", 10, func(string, int) ([]Info, error) {
+	err := eachMatch(ctx, "*a", "", func(string, string) ([]string, error) {
 		end(errStopped)
-		return []Info{{Name: "a"}, {Name: "b"}}, nil // the last ones
-	})
+		return []string{"a", "b"}, nil // the last ones
+	}, func(string) bool { return true })
 	require.ErrorIs(t, err, errStopped)
 }
 
@@ -27,7 +27,7 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 	ended := make(chan error, room+more)
 	for range room + more {
 		go func() {
-			_, err := listPages(t.Context(), "", "", 10, func(string, int) ([]Info, error) {
+			err := eachMatch(t.Context(), "", "", func(string, string) ([]string, error) {
 				n := looking.Add(1)
 				defer looking.Add(-1)
 				for old := most.Load(); n > old && !most.CompareAndSwap(old, n); old = most.Load() {
@@ -35,7 +35,7 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 				begun <- struct{}{}
 				<-goOn
 				return nil, nil
-			})
+			}, nil)
 			ended <- err
 		}()
 	}
@@ -45,7 +45,7 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 	ctx, end := context.WithCancelCause(t.Context())
 	waiting := make(chan error, 1)
 	go func() {
-		_, err := listPages(ctx, "", "", 10, func(string, int) ([]Info, error) { return nil, errStopped })
+		err := eachMatch(ctx, "", "", func(string, string) ([]string, error) { return nil, errStopped }, nil)
 		waiting <- err
 	}()
 	end(context.DeadlineExceeded)

@@ -21,8 +21,6 @@ type Memory struct {
 	evicts bool
 	used   atomic.Int64 // bytes in slabs: of tensors, of open Writers, and of what is still being read; grows under mu only
 
-	setLock // taken before mu
-
 	index[*resident]
 	recent list.List // of *resident, most recently used first; guarded by mu
 }

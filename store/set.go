@@ -52,16 +52,6 @@ func members[W member](ctx context.Context, s Store, writers []Writer) ([]W, err
 	return set, nil
 }
 
-// setLock is what a store of sets has.
-type setLock struct{ sets sync.RWMutex } // held while a set is committed
-
-// Together implements Sets.
-func (l *setLock) Together(f func()) {
-	l.sets.RLock()
-	defer l.sets.RUnlock()
-	f()
-}
-
 func abortAll(writers []Writer) {
 	for _, w := range writers {
 		w.Abort()
@@ -90,8 +80,6 @@ func (m *Memory) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 		w.seal()
 		made[i] = w.made
 	}
-	m.sets.Lock()
-	defer m.sets.Unlock()
 	if err := m.show(made...); err != nil {
 		return nil, err
 	}
@@ -144,12 +132,15 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	}
 	syncErr := f.syncNames(f.dir)
 	m.durable, f.unfinished = syncErr == nil, m
+	f.stuck.Store(syncErr != nil)
 	made, infos := make([]*pushed, len(set)), make([]Info, len(set))
 	for i, w := range set {
 		w.made.file = w.temp // until move; no reader has it yet
 		made[i], infos[i], w.made = w.made, w.made.info.clone(), nil
 	}
+	f.changes.Lock()
 	f.show(made...)
+	f.changes.Unlock()
 	if syncErr != nil {
 		return infos, fmt.Errorf("store: a set of %d tensors is stored, but may not survive a power failure: %w", len(set), syncErr)
 	}
@@ -266,23 +257,26 @@ func (f *Folder) readManifest() error {
 
 // finish gives the files of a committed set their names, and removes its manifest. The
 // caller holds sets.
-func (f *Folder) finish() error {
+func (f *Folder) finish() (err error) {
 	u := f.unfinished
 	if u == nil {
 		return nil
 	}
+	defer func() { f.stuck.Store(err != nil) }()
 	if err := f.isHere(); err != nil {
 		return err
 	}
-	var err error
 	if !u.durable {
 		err = f.syncNames(f.dir)
 		u.durable = err == nil
 	}
 	for err == nil && len(u.moves) > 0 {
-		if err = f.move(u.moves[0]); err == nil {
+		m := u.moves[0]
+		unlock := f.lockName(m.file) // one at a time, so that others get through
+		if err = f.move(m); err == nil {
 			u.moves = u.moves[1:]
 		}
+		unlock()
 	}
 	if err == nil {
 		err = f.syncNames(f.dir)
@@ -300,10 +294,12 @@ func (f *Folder) finish() error {
 	return nil
 }
 
-// move renames a file of a set. A missing one was renamed before a crash, or another
-// program has deleted it.
+// move renames a file of a set, unless that is done. A missing one was renamed before a
+// crash, or another program has deleted it. The caller holds the name's lock.
 func (f *Folder) move(m move) error {
-	defer f.lockName(m.file)()
+	if m.made != nil && m.made.file == m.file {
+		return nil
+	}
 	err := f.rename(filepath.Join(f.dir, m.temp), filepath.Join(f.dir, m.file))
 	if err == nil && m.made != nil {
 		m.made.file = m.file
@@ -314,21 +310,34 @@ func (f *Folder) move(m move) error {
 	return err
 }
 
-// change begins a change of the names in the folder, which ends with sets.RUnlock unless
-// there is an error.
-func (f *Folder) change() error {
-	f.sets.RLock()
-	for f.unfinished != nil {
-		f.sets.RUnlock()
+// change begins a change of a name, until end is called. If a set could not be finished, it
+// is now; if one is being finished, the name's file gets its name first, so that the set does
+// not undo the change.
+func (f *Folder) change(name, file string) (end func(), err error) {
+	f.changes.RLock()
+	for f.stuck.Load() {
+		f.changes.RUnlock()
 		f.sets.Lock()
 		err := f.finish()
 		f.sets.Unlock()
 		if err != nil {
-			return err
+			return nil, err
 		}
-		f.sets.RLock()
+		f.changes.RLock()
 	}
-	return nil
+	unlock := f.lockName(file)
+	end = func() { unlock(); f.changes.RUnlock() }
+	err = f.usable()
+	if p, there := f.find(name); err == nil && there {
+		if err = f.move(move{p.file, file, p}); err != nil {
+			err = changing("finish the set in "+manifestFile, err)
+		}
+	}
+	if err != nil {
+		end()
+		return nil, err
+	}
+	return end, nil
 }
 
 func newTemp() string { return tempPrefix + rand.Text() + tempSuffix }

@@ -3,6 +3,8 @@ package store
 import (
 	"errors"
 	"fmt"
+	"hash/maphash"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -369,3 +371,164 @@ func FuzzManifest(f *testing.F) {
 }
 
 func errorOf(_ Info, err error) error { return err }
+
+// TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames stops a set at each of its files in
+// turn. Meanwhile all of the set is read, and names of it are pushed and deleted; a process that
+// ends then, or later, leaves that. Another set waits.
+func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
+	var names []string
+	taken := map[uint64]bool{}
+	for i := 0; len(names) < 4; i++ { // whose locks differ
+		name := fmt.Sprint("n", i)
+		if lock := maphash.String(nameSeed, fileName(name)) % nameLocks; !taken[lock] {
+			taken[lock] = true
+			names = append(names, name)
+		}
+	}
+	for stopped := range names {
+		t.Run(fmt.Sprint("stopped=", stopped), func(t *testing.T) {
+			dir := t.TempDir()
+			f := closing(t, openFolder(t, dir, FolderConfig{}))
+			for _, name := range names[:2] {
+				put(t, f, name, []byte("old"))
+			}
+			is, goes := make(chan struct{}), make(chan struct{})
+			f.rename = func(from, to string) error {
+				if filepath.Base(to) == fileName(names[stopped]) && is != nil {
+					close(is)
+					is = nil
+					<-goes
+				}
+				return os.Rename(from, to)
+			}
+			reached, done := is, make(chan error, 2)
+			go func() { // ends with goes
+				_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), names...))
+				done <- err
+			}()
+			<-reached
+			want := map[string]string{}
+			for _, name := range names {
+				want[name] = "new"
+			}
+			holds := func(f *Folder) {
+				t.Helper()
+				got := map[string]string{}
+				for _, name := range listed(t, f) {
+					if f.dir == dir && name == names[stopped] { // its name is locked
+						got[name] = want[name]
+						continue
+					}
+					got[name] = string(get(t, f, name))
+				}
+				require.Equal(t, want, got)
+			}
+			crash := func() {
+				t.Helper()
+				killed := filepath.Join(t.TempDir(), "killed")
+				require.NoError(t, os.CopyFS(killed, os.DirFS(dir)))
+				f := closing(t, openFolder(t, killed, FolderConfig{}))
+				holds(f)
+				require.NoError(t, f.Close())
+			}
+			holds(f)
+			crash()
+			first, second := names[(stopped+1)%4], names[(stopped+2)%4]
+			put(t, f, first, []byte("later"))
+			want[first] = "later"
+			holds(f)
+			crash()
+			remove(t, f, second)
+			delete(want, second)
+			put(t, f, "another", []byte("later"))
+			want["another"] = "later"
+			holds(f)
+			crash()
+			go func() { // ends with goes
+				_, err := f.CommitAll(t.Context(), begun(t, f, []byte("last"), first, second))
+				done <- err
+			}()
+			holds(f)
+			close(goes)
+			require.NoError(t, <-done)
+			require.NoError(t, <-done)
+			want[first], want[second] = "last", "last"
+			stopped = -1
+			for _, name := range names {
+				require.Equal(t, want[name], string(get(t, f, name)))
+			}
+			crash()
+			for _, name := range filesIn(t, dir) {
+				require.True(t, isPushedName(name), "%s is left", name)
+			}
+		})
+	}
+}
+
+func TestASetWhoseFilesCannotBeNamedYetIsFinishedBeforeTheNextChange(t *testing.T) {
+	f := closing(t, openFolder(t, t.TempDir(), FolderConfig{}))
+	fails := true
+	f.rename = func(from, to string) error {
+		if fails && isPushedName(filepath.Base(to)) {
+			return errFault
+		}
+		return os.Rename(from, to)
+	}
+	_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), "a", "b", "c"))
+	require.NoError(t, err)
+	require.True(t, hasSet(t, f))
+	_, err = f.Delete(t.Context(), "a")
+	require.ErrorIs(t, err, errFault)
+	_, err = begun(t, f, []byte("x"), "d")[0].Commit(t.Context())
+	require.ErrorIs(t, err, errFault)
+	require.True(t, hasSet(t, f))
+	fails = false
+	put(t, f, "d", []byte("later"))
+	remove(t, f, "d")
+	for _, name := range filesIn(t, f.dir) {
+		require.True(t, isPushedName(name), "%s is left", name)
+	}
+	require.True(t, hasSet(t, f))
+}
+
+func TestTheNamesOfTheLastSetsAreTold(t *testing.T) {
+	var x index[*part]
+	x.byName = map[string]*part{}
+	add := func(names ...string) {
+		var list []*part
+		for _, name := range names {
+			list = append(list, &part{described: described{Info{Name: name}}})
+		}
+		x.put(list...)
+	}
+	expect := func(after int64, want ...string) {
+		t.Helper()
+		names, _, known := x.Changed(after)
+		require.True(t, known)
+		require.ElementsMatch(t, want, names)
+	}
+	add("a", "b")
+	_, middle, _ := x.Changed(math.MaxInt64)
+	add("c")
+	x.drop("b")
+	add("c", "d")
+	expect(0, "a", "b", "c", "d")
+	expect(middle, "c", "d")
+	expect(math.MaxInt64)
+	var many []string
+	for i := range MaxSet {
+		many = append(many, fmt.Sprint("many", i))
+	}
+	add(many...)
+	expect(middle, append([]string{"c", "d"}, many...)...)
+	for n := int64(2); n <= 4; n++ {
+		add(many...)
+		_, now, known := x.Changed(math.MaxInt64)
+		require.Equal(t, n*MaxSet+4, now)
+		require.True(t, known)
+		expect(now-MaxSet, many...)
+		_, _, known = x.Changed(middle)
+		require.False(t, known)
+		require.LessOrEqual(t, len(x.sets), keptNames)
+	}
+}

@@ -189,10 +189,14 @@ type Sets interface {
 	// does. Until then old and new ones both need room. It ends every Writer, even if it
 	// fails.
 	CommitAll(ctx context.Context, writers []Writer) ([]Info, error)
-	// Together calls f, while no set is committed: what f opens and lists belongs to one
-	// state of the store, apart from single Commits and Deletes. f must be quick, and must
-	// only open and list.
-	Together(f func())
+	// Changed returns the names of the tensors of the sets that were committed, one after the
+	// other, without the first after of all names since the store was opened, and how many
+	// names there have been: after math.MaxInt64 it returns only that. It is not known if some
+	// of the names are forgotten; those of the last MaxSet tensors are not. What was opened
+	// between two calls of which the second returns no names belongs to one state of the
+	// store, apart from single Commits and Deletes; if there are names, those are to be opened
+	// again. It never waits.
+	Changed(after int64) (names []string, now int64, known bool)
 }
 
 var (

@@ -165,6 +165,14 @@ func (g *Glob) Match(name string) bool {
 	return now.has(len(g.elements))
 }
 
+// Prefix returns what all names that match a pattern begin with.
+func Prefix(pattern string) string {
+	if i := strings.IndexAny(pattern, `*?[\`); i >= 0 {
+		return pattern[:i]
+	}
+	return pattern
+}
+
 // Quote returns a pattern that matches name alone.
 func Quote(name string) string {
 	return strings.NewReplacer(`*`, `\*`, `?`, `\?`, `[`, `\[`, `\`, `\\`).Replace(name)

@@ -168,3 +168,11 @@ func BenchmarkGlob(b *testing.B) {
 		}
 	})
 }
+
+func TestAPrefixIsWhatAllMatchesBeginWith(t *testing.T) {
+	for pattern, want := range map[string]string{"": "", "a/b": "a/b", "a/*": "a/", "a?": "a", "**": "", "x[1]": "x", `x\*`: "x"} {
+		if got := Prefix(pattern); got != want {
+			t.Errorf("Prefix(%q) = %q, want %q", pattern, got, want)
+		}
+	}
+}

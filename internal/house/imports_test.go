@@ -77,7 +77,7 @@ var layers = map[string][]string{
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/admission"},
-	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/fault", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
+	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 

@@ -1,15 +1,19 @@
 package storing
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"iter"
 	"log/slog"
 	"math"
+	"slices"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/background"
+	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
@@ -30,7 +34,9 @@ type get struct {
 	chunk  int64               // bytes, of the chunks to send
 	pieces int                 // views that a tensor may have shared; a view may be a copy
 	listed int64               // bytes acquired for the selections
-	kept   int64               // bytes acquired for them, and for what was picked
+	kept   int64               // bytes acquired for views
+	all    []picked            // what the selections pick; belongs to run, as globs
+	globs  []bool              // which selections are
 	sizes  map[tensor.ID]int64 // of the tensors whose Summary is not sent; guarded by the session's lock, as below
 	bytes  int64               // the sum of sizes
 	lost   map[tensor.ID]error // why tensors failed while they were sent; guarded by the session's lock
@@ -132,40 +138,28 @@ func (g *get) run() {
 
 // picked is a tensor that a selection matches, or why it matches none.
 type picked struct {
+	at     int // its selection's index
 	name   string
 	sel    *frame.Selection
 	reader store.Reader // nil if it is opened when it is its turn
 	was    store.Info   // then: what it was when it was picked
+	kept   int64        // then: bytes acquired for it
 	err    error
 }
 
 // send sends what the selections pick. A problem with a selection or one of its tensors
 // becomes a summary; an error ends the call.
 func (g *get) send() error {
-	var all []picked
 	defer func() {
-		for _, p := range all {
-			if p.reader != nil {
-				p.reader.Release()
-			}
+		for i := range g.all {
+			g.drop(&g.all[i])
 		}
 	}()
-	var err error
-	if sets, ok := g.service.Store.(store.Sets); ok {
-		sets.Together(func() {
-			late := frame.Errorf(frame.ResourceExhausted, "selections: matching their globs took longer than %v, while sets wait; select less", pickTime)
-			ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, late)
-			defer cancel()
-			all, err = g.pick(ctx)
-		})
-	} else {
-		all, err = g.pick(g.ctx)
-	}
-	if err != nil {
+	if err := g.pick(); err != nil {
 		return err
 	}
-	for i := range all {
-		p := &all[i]
+	for i := range g.all {
+		p := &g.all[i]
 		select { // before it is opened, so that few are
 		case g.pace <- struct{}{}:
 		case <-g.ctx.Done():
@@ -186,77 +180,149 @@ func (g *get) send() error {
 }
 
 // pick resolves the selections: all of it belongs to one state of the store with regard to
-// sets.
-func (g *get) pick(ctx context.Context) (all []picked, err error) {
-	holder := g.session.Holder
-	add := func(p picked) error {
-		if len(all) >= pinned {
-			if p.reader != nil { // descriptors and mappings are few
-				p.was = p.reader.Info()
-				p.reader.Release()
-				p.reader = nil
-			}
-			n := int64(pickedBytes + len(p.name))
-			if !g.service.Budget.TryAcquire(holder, n) {
-				return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
-			}
-			g.kept += n
-		}
-		all = append(all, p)
-		return nil
+// sets. It keeps no set waiting, but picks again what sets have changed meanwhile.
+func (g *get) pick() error {
+	sets, ok := g.service.Store.(store.Sets)
+	var seen int64
+	if ok {
+		_, seen, _ = sets.Changed(math.MaxInt64)
 	}
 	for i := range g.list {
-		sel := &g.list[i]
-		if sel.Source || g.service.Store == nil {
-			p := picked{name: sel.Name, sel: sel}
-			if !sel.Source {
-				p.err = ErrNoStore
-			}
-			if err := add(p); err != nil {
-				return all, err
-			}
-			continue
+		if err := g.first(i); err != nil {
+			return err
 		}
-		for p, err := range store.Pick(sel.Name, func() (picked, error) { return g.open(sel.Name) }, g.matching(ctx, sel.Name)) {
-			switch {
-			case err != nil && ctx.Err() != nil:
-				return all, context.Cause(ctx)
-			case err != nil:
-				p = picked{name: sel.Name, err: err}
-			}
-			p.sel = &frame.Selection{Name: p.name}
-			if p.name == sel.Name { // Held is of this one
-				p.sel = sel
-			}
-			if err := add(p); err != nil {
-				return all, err
+	}
+	late := serving.TryLater(frame.ResourceExhausted, "selections: sets replace what they select faster than it can be opened; select less, or try again later")
+	ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, late)
+	defer cancel()
+	for ok {
+		changed, now, known := sets.Changed(seen)
+		if !known {
+			return late
+		}
+		if seen = now; len(changed) == 0 {
+			break
+		}
+		if err := g.again(ctx, changed); err != nil {
+			return err
+		}
+	}
+	found := make([]bool, len(g.list))
+	for _, p := range g.all {
+		found[p.at] = true
+	}
+	for i := range g.list {
+		if name := g.list[i].Name; !found[i] {
+			if err := g.add(picked{at: i, name: name, sel: &g.list[i], err: fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name)}); err != nil {
+				return err
 			}
 		}
 	}
-	return all, nil
+	slices.SortStableFunc(g.all, func(a, b picked) int { return cmp.Or(cmp.Compare(a.at, b.at), strings.Compare(a.name, b.name)) })
+	return nil
 }
 
-func (g *get) open(name string) (picked, error) {
-	r, err := g.service.Store.Open(g.ctx, name)
-	return picked{name: name, reader: r, err: err}, err
+// first picks what a selection selects now: the tensor of its name or, if there is none and it
+// may be a glob, all that match it.
+func (g *get) first(i int) error {
+	p := picked{at: i, name: g.list[i].Name, sel: &g.list[i]}
+	switch {
+	case p.sel.Source:
+		return g.add(p)
+	case g.service.Store == nil:
+		p.err = ErrNoStore
+		return g.add(p)
+	}
+	there, err := g.open(i, p.name)
+	if g.globs[i] = !there && strings.ContainsAny(p.name, "*?["); err != nil || !g.globs[i] {
+		return err
+	}
+	for info, err := range store.Each(g.ctx, g.service.Store, p.name) {
+		if err != nil {
+			p.err = err
+			return g.add(p)
+		}
+		if _, err := g.open(i, info.Name); err != nil { // it may be deleted meanwhile
+			return err
+		}
+	}
+	return nil
 }
 
-// matching opens every tensor whose name matches.
-func (g *get) matching(ctx context.Context, glob string) iter.Seq2[picked, error] {
-	return func(yield func(picked, error) bool) {
-		for info, err := range store.Each(ctx, g.service.Store, glob) {
-			if err != nil {
-				yield(picked{}, err)
-				return
+// again picks the tensors of these names again, which may be others now.
+func (g *get) again(ctx context.Context, changed []string) error {
+	slices.Sort(changed)
+	changed = slices.Compact(changed)
+	g.all = slices.DeleteFunc(g.all, func(p picked) bool {
+		_, again := slices.BinarySearch(changed, p.name)
+		if again = again && !p.sel.Source; again {
+			g.drop(&p)
+		}
+		return again
+	})
+	var turn background.Turn
+	defer turn.End()
+	for i, sel := range g.list {
+		var pattern *glob.Glob
+		if g.globs[i] {
+			pattern, _ = glob.Parse(sel.Name) // it is valid: it has matched
+		}
+		for _, name := range changed {
+			if name != sel.Name || sel.Source {
+				if pattern == nil {
+					continue
+				}
+				if err := turn.Work(ctx); err != nil {
+					return err
+				}
+				if !pattern.Match(name) {
+					continue
+				}
 			}
-			p, err := g.open(info.Name)
-			if errors.Is(err, store.ErrNotFound) {
-				continue // deleted meanwhile
-			}
-			if !yield(p, nil) {
-				return
+			if _, err := g.open(i, name); err != nil {
+				return err
 			}
 		}
+	}
+	return nil
+}
+
+// open picks a tensor of a selection, if it is there.
+func (g *get) open(i int, name string) (there bool, err error) {
+	p := picked{at: i, name: name, sel: &g.list[i]}
+	if name != p.sel.Name { // Held is of that one
+		p.sel = &frame.Selection{Name: name}
+	}
+	if p.reader, p.err = g.service.Store.Open(g.ctx, name); errors.Is(p.err, store.ErrNotFound) {
+		return false, nil
+	}
+	return true, g.add(p)
+}
+
+// add keeps what was picked. It takes over the reader, even if it fails.
+func (g *get) add(p picked) error {
+	if len(g.all) >= pinned {
+		if p.reader != nil { // descriptors and mappings are few
+			p.was = p.reader.Info()
+			p.reader.Release()
+			p.reader = nil
+		}
+		p.kept = int64(pickedBytes + len(p.name))
+		if !g.service.Budget.TryAcquire(g.session.Holder, p.kept) {
+			return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
+		}
+	}
+	g.all = append(g.all, p)
+	return nil
+}
+
+// drop releases what is kept of p.
+func (g *get) drop(p *picked) {
+	if p.reader != nil {
+		p.reader.Release()
+	}
+	if p.kept > 0 {
+		g.service.Budget.Release(g.session.Holder, p.kept)
 	}
 }
 

@@ -32,8 +32,8 @@ const (
 	// opened at once and not charged: beyond, one that is replaced meanwhile fails.
 	pickedBytes = 512
 	pinned      = 128
-	// pickTime is how long a get may keep sets waiting while it matches its globs and opens
-	// what they match: as many tensors as a folder has by default take a few seconds.
+	// pickTime is how long a get goes on to open again what sets have replaced since it opened
+	// it: as many tensors as a folder has by default take a few seconds.
 	pickTime = 10 * time.Second
 	// feedTensors is how many tensors of a get may be on their way, and feedPieces how many
 	// views of one: enough for a round trip of a few milliseconds.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -109,6 +110,7 @@ func (l *link) Send(f *frame.Frame, held interface{ Release() }) error {
 	}
 	own := *f
 	own.Chunk.Data = [][]byte{bytes.Join(f.Chunk.Data, nil)}
+	own.Descs, own.Summaries = slices.Clone(f.Descs), slices.Clone(f.Summaries)
 	select {
 	case l.out <- &own:
 		return nil
@@ -411,40 +413,123 @@ func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
 	testkit.Eventually(t, func() bool { return s.Values().OpenTransfers["push"] == 0 }, "the end of both")
 }
 
-// slow is a store whose list takes a while.
-type slow struct{ *store.Memory }
+// overtaken is a store in which something is done before each Open and each List.
+type overtaken struct {
+	*store.Memory
+	before func()
+}
 
-func (s slow) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
-	select {
-	case <-time.After(pickTime / 3):
-		return s.Memory.List(ctx, glob, after, most)
-	case <-ctx.Done():
-		return nil, context.Cause(ctx)
+func (s overtaken) Open(ctx context.Context, name string) (store.Reader, error) {
+	s.before()
+	return s.Memory.Open(ctx, name)
+}
+
+func (s overtaken) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
+	s.before()
+	return s.Memory.List(ctx, glob, after, most)
+}
+
+// set puts a set of tensors that hold the same byte.
+func set(t *testing.T, s store.Store, b byte, names ...string) {
+	t.Helper()
+	var all []store.Writer
+	for _, name := range names {
+		w, err := s.Create(t.Context(), name, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}, nil)
+		require.NoError(t, err)
+		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{b}}))
+		all = append(all, w)
+	}
+	_, err := s.(store.Sets).CommitAll(t.Context(), all)
+	require.NoError(t, err)
+}
+
+// pulled pulls selections, and returns what came: name and byte, or the code of its failure.
+func pulled(t *testing.T, s *Service, names ...string) (got []string, err error) {
+	t.Helper()
+	var list []frame.Selection
+	for _, name := range names {
+		list = append(list, frame.Selection{Name: name})
+	}
+	l, ended := newLink(t), make(chan error, 1)
+	go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
+	called := map[tensor.ID]string{}
+	take := func(f *frame.Frame) {
+		for _, d := range f.Descs {
+			called[d.Tensor] = d.Name
+		}
+		for _, sum := range f.Summaries {
+			text := fmt.Sprintf("%s %d", sum.Name, sum.Code)
+			for b := range byte(4) {
+				var d codec.Digester
+				_, _ = d.Write([]byte{b}) // it never fails
+				if sum.Digest == d.Sum() {
+					text = fmt.Sprintf("%s=%d", called[sum.Tensor], b)
+				}
+			}
+			got = append(got, text)
+		}
+	}
+	for {
+		select {
+		case f := <-l.out:
+			take(f)
+		case err := <-ended:
+			for len(l.out) > 0 {
+				take(<-l.out)
+			}
+			return got, err
+		}
 	}
 }
 
-func TestAGetDoesNotKeepSetsWaitingForLong(t *testing.T) {
+// TestAGetThatASetOvertakesIsOfOneStateOfTheStore commits sets at every step of a get in turn:
+// the get neither keeps them waiting nor has parts of two.
+func TestAGetThatASetOvertakesIsOfOneStateOfTheStore(t *testing.T) {
+	testkit.Start(t)
+	states := [][]string{
+		{"[c]=1", "a=1", "b=1", "a=1", "b=1", "[c]=1", "new 5", "none* 5"},
+		{"[c]=1", "a=2", "b=2", "new=2", "none*=2", "a=2", "b=2", "[c]=1", "new=2", "none*=2"},
+		{"[c]=1", "a=2", "b=2", "new=3", "none*=2", "old=3", "a=2", "b=2", "[c]=1", "new=3", "none*=2"},
+	}
+	for step, over := 1, false; !over; step++ {
+		for apart := range 4 { // steps between two sets; 0: there is only one
+			s := serve(t, 4*mib, stream.Limits{}, nil)
+			m := s.Store.(*store.Memory)
+			set(t, m, 1, "a", "b", "[c]")
+			n, state := 0, 0
+			s.Store = overtaken{m, func() {
+				switch n++; {
+				case n == step:
+					set(t, m, 2, "a", "b", "new", "none*")
+					state = 1
+				case apart > 0 && n == step+apart:
+					set(t, m, 3, "new", "old")
+					state = 2
+				}
+			}}
+			got, err := pulled(t, s, "?*", "[ab]", "[c]", "new", "none*")
+			require.NoError(t, err)
+			require.Equal(t, states[state], got, "a set at step %d, and another %d later", step, apart)
+			over = state == 0
+		}
+	}
+}
+
+func TestAGetDoesNotRunAfterSetsForEver(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, 4*mib, stream.Limits{}, nil)
-		s.Store = slow{s.Store.(*store.Memory)}
-		pull := func(globs int) error {
-			var list []frame.Selection
-			for range globs {
-				list = append(list, frame.Selection{Name: "*"})
-			}
-			l, ended := newLink(t), make(chan error, 1)
-			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
-			for {
-				select {
-				case <-l.out:
-				case err := <-ended:
-					return err
-				}
-			}
-		}
-		require.NoError(t, pull(1))
-		require.ErrorContains(t, pull(9), "longer than 10s")
+		m := s.Store.(*store.Memory)
+		set(t, m, 1, "a", "b")
+		sets := 0
+		s.Store = overtaken{m, func() {
+			sets++
+			time.Sleep(pickTime / 4)
+			set(t, m, 2, "a", "b")
+		}}
+		_, err := pulled(t, s, "*")
+		require.ErrorContains(t, err, "faster than it can be opened")
+		require.Less(t, sets, 20)
 	})
 }
 

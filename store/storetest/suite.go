@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"path"
 	"slices"
@@ -547,31 +548,32 @@ func (s suite) setsWhole() {
 	wg.Wait()
 }
 
-// oneSet opens and lists tensors together, and returns an error unless they are of one set.
-func (s suite) oneSet(sets store.Sets, names []string) (err error) {
-	readers := make([]store.Reader, len(names))
-	var infos []store.Info
-	sets.Together(func() {
-		for i, name := range names {
-			var e error
-			readers[i], e = s.Open(s.Context(), name)
-			err = errors.Join(err, e)
-		}
-		infos, _ = s.List(s.Context(), "", "", 10)
-	})
-	if err != nil {
-		return err
-	}
+// oneSet opens and lists tensors until no set was committed meanwhile, and returns an error
+// unless they are of one set.
+func (s suite) oneSet(sets store.Sets, names []string) error {
 	var seen []byte
-	for i, r := range readers {
-		defer r.Release()
-		got, err := read(s.Context(), r, 10)
-		if err != nil {
-			return err
+	for changed := names; len(changed) > 0; {
+		seen = nil
+		_, before, _ := sets.Changed(math.MaxInt64)
+		infos, err := s.List(s.Context(), "", "", 10)
+		for i, name := range names {
+			r, e := s.Open(s.Context(), name)
+			if err = errors.Join(err, e); err != nil {
+				return err
+			}
+			got, err := read(s.Context(), r, 10)
+			if err != nil {
+				return err
+			}
+			seen = append(seen, got[0])
+			if i < len(infos) && infos[i].Digest != r.Info().Digest {
+				seen = append(seen, 255) // it was listed from another set
+			}
+			r.Release()
 		}
-		seen = append(seen, got[0])
-		if i < len(infos) && infos[i].Digest != r.Info().Digest {
-			return fmt.Errorf("tensor %q was listed from another set", names[i])
+		var known bool
+		if changed, _, known = sets.Changed(before); !known {
+			return errors.New("the names of the last sets are not known")
 		}
 	}
 	if len(slices.Compact(seen)) != 1 {
