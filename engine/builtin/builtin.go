@@ -70,8 +70,8 @@ func AffineOf(c engine.Call) (a, b float64, err error) {
 		if !ok {
 			text = p.Default
 		}
-		if numbers[i], err = strconv.ParseFloat(text, dtype.Bits()); err != nil {
-			return 0, 0, fmt.Errorf("%w: %q: wanted a %v, got %q", engine.ErrParam, p.Name, dtype, text)
+		if numbers[i], err = strconv.ParseFloat(text, dtype.Bits()); err != nil || numbers[i]-numbers[i] != 0 {
+			return 0, 0, fmt.Errorf("%w: %q: wanted a finite %v, got %q", engine.ErrParam, p.Name, dtype, text)
 		}
 	}
 	return numbers[0], numbers[1], nil

@@ -142,6 +142,8 @@ func TestParamsThatMakeNoSenseAreRefused(t *testing.T) {
 	for name, c := range map[string]struct{ model, param, value string }{
 		"a that is no number":     {"affine", "a", "two"},
 		"b beyond float32":        {"affine", "b", "1e300"},
+		"a that is none":          {"affine", "a", "NaN"},
+		"a that has no end":       {"affine", "a", "-Infinity"},
 		"a delay without unit":    {"slow", "delay", "5"},
 		"a negative delay":        {"slow", "delay", "-1s"},
 		"a delay over the limit":  {"slow", "delay", "61s"},

@@ -6,6 +6,7 @@
 package stack
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -135,12 +137,16 @@ func readSpec(files fs.FS) (Spec, error) {
 	}
 	defer f.Close() // read only: nothing is lost
 	text := &io.LimitedReader{R: f, N: maxSpecBytes + 1}
-	d := json.NewDecoder(text)
+	var read bytes.Buffer
+	d := json.NewDecoder(io.TeeReader(text, &read))
 	d.DisallowUnknownFields()
 	if err = d.Decode(&s); err == nil {
 		if _, more := d.Token(); !errors.Is(more, io.EOF) {
 			err = errors.New("something follows the model")
 		}
+	}
+	if err == nil {
+		err = unique(json.NewDecoder(&read))
 	}
 	if bad, ok := errors.AsType[*json.SyntaxError](err); ok {
 		err = fmt.Errorf("byte %d: %w", bad.Offset, err)
@@ -152,6 +158,31 @@ func readSpec(files fs.FS) (Spec, error) {
 		err = fmt.Errorf("%s: %w: %w", specFile, engine.ErrInfo, err)
 	}
 	return s, err
+}
+
+// unique refuses a key that an object has twice, of which json takes the last. Keys that differ
+// in case only are the same to json. The text is valid, and no deeper than a Spec.
+func unique(d *json.Decoder) error {
+	begin, err := d.Token()
+	if _, is := begin.(json.Delim); !is {
+		return err
+	}
+	seen := map[string]bool{}
+	for d.More() {
+		if begin == json.Delim('{') {
+			key, _ := d.Token()
+			name := fmt.Sprint(key)
+			if seen[strings.ToLower(name)] {
+				return fmt.Errorf("byte %d: the key %q comes twice", d.InputOffset(), name)
+			}
+			seen[strings.ToLower(name)] = true
+		}
+		if err := unique(d); err != nil {
+			return err
+		}
+	}
+	_, err = d.Token()
+	return err
 }
 
 // New makes a stack model of a Spec. It copies the weights.

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -415,9 +414,11 @@ func (b *builder) residual(l Layer, s *Step) error {
 }
 
 func (b *builder) scale(l Layer, s *Step) error {
-	if l.Factor == nil || math.IsNaN(*l.Factor) || math.IsInf(*l.Factor, 0) {
-		return errors.New("needs a finite factor")
+	if l.Factor == nil {
+		return errors.New("needs a factor")
 	}
-	s.Factor = float32(*l.Factor)
+	if s.Factor = float32(*l.Factor); s.Factor-s.Factor != 0 {
+		return fmt.Errorf("factor is %v, which is %v as float32; factors are finite", *l.Factor, s.Factor)
+	}
 	return nil
 }
