@@ -102,9 +102,10 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 		p.inBlock = add(p.inBlock, align(block))
 		chunk := min(in.ChunkBytes, mul(rows, p.inRow[i]))
 		if b.Results != Own && block > 0 && chunk%block != 0 {
-			// The results of one chunk are kept until it is complete, and their
-			// last block waits for the next chunk of input, in the same slots.
-			chunk = mul(chunk, 2)
+			// The results of one chunk are kept until it is complete, and their last
+			// block waits in the same slots for the chunk of input with its end: the
+			// next one, or where blocks are larger, one that comes later.
+			chunk = add(chunk, max(chunk, block))
 		}
 		p.minIn = max(p.minIn, spans(chunk, block))
 	}
