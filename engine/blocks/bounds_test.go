@@ -40,7 +40,7 @@ func peer(h *host, r *run, total, width, chunk int64, apart bool) error {
 		for lent < end {
 			b, err := r.borrow()
 			if b == nil {
-				return fmt.Errorf("no block has room for byte %d of %d (%v)", lent, total, err)
+				return errors.Join(fmt.Errorf("no block has room for byte %d of %d", lent, total), err)
 			}
 			lent = (b.Row + b.Rows) * width
 			open = append(open, b)
@@ -60,14 +60,13 @@ func peer(h *host, r *run, total, width, chunk int64, apart bool) error {
 		for moved := true; moved; {
 			moved = false
 			for len(h.queue) > 0 {
-				w, to := <-h.queue, []byte(nil)
+				w := <-h.queue
+				to := w.Out[0]
 				if r.bound.Results == Given {
 					if to = w.In[0]; apart {
 						to = make([]byte, len(w.In[0]))
 					}
 					w.Give([]tensor.Tensor{{Desc: w.Descs[0], Data: to}}, nil)
-				} else {
-					to = w.Out[0]
 				}
 				for i, x := range w.In[0] {
 					to[i] = x + 1

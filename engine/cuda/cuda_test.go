@@ -12,6 +12,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -308,28 +309,87 @@ func TestAStackModelComputesWhatTheCPUDoes(t *testing.T) {
 }
 
 func TestAWeightOfSeveralPiecesLandsWhole(t *testing.T) {
-	r := newRig(t)
-	device, host := r.open(t, r.config(64*mib)), cpu.NewHost(cpu.HostConfig{})
-	t.Cleanup(host.Close)
-	m, err := stack.New(stack.Spec{Name: "tall", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 40_000, 32)}) // 5.1 MB
-	require.NoError(t, err)
-	if r.fake != nil {
-		r.Control("late 3000") // the next piece is written only when the last one is there
+	for d, rows := range map[tensor.DataType]int64{tensor.Float32: 40_000, tensor.Float16: 80_000, tensor.BFloat16: 80_000} { // 5.1 MB
+		t.Run(d.String(), func(t *testing.T) {
+			r := newRig(t)
+			m, err := stack.New(stack.Spec{Name: "tall", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": as(d, weight(1, rows, 32))})
+			require.NoError(t, err)
+			device := r.open(t, r.config(64*mib))
+			if r.fake != nil {
+				r.Control("late 3000") // the next piece is written only when the last one is there
+			}
+			there, err := cuda.Stack(device, m)
+			require.NoError(t, err)
+			x := floats(2, 1, 32)
+			got, err := engine.Compute(t.Context(), there, nil, x)
+			require.NoError(t, err)
+			want, err := engine.Compute(t.Context(), oracle(t, m), nil, x)
+			require.NoError(t, err)
+			requireNear(t, want[0], got[0], 5e-6)
+		})
 	}
-	there, err := cuda.Stack(device, m)
+}
+
+// heap is what is in use after a collection.
+func heap() int64 {
+	var m runtime.MemStats
+	runtime.GC()
+	runtime.GC() // and what finalizers held
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
+}
+
+func TestTheHostKeepsNoWeightsThatAreOnTheDevice(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	before := heap()
+	made, err := func() (engine.Model, error) { // which forgets where the weights came from
+		m, err := stack.New(stack.Spec{Name: "large", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 2048, 2048)})
+		require.NoError(t, err)
+		return cuda.Stack(h, m)
+	}()
 	require.NoError(t, err)
-	here, err := cpu.Stack(host, m)
+	require.Less(t, heap()-before, int64(8*mib), "half of the weights")
+	_, err = engine.Compute(t.Context(), made, nil, floats(2, 1, 2048))
 	require.NoError(t, err)
-	x := floats(2, 1, 32)
-	got, err := engine.Compute(t.Context(), there, nil, x)
+}
+
+func TestALoadWaitsForTheMemoryOfABusyLane(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(64*mib))
+	m, err := stack.New(stack.Spec{Name: "large", Layers: []stack.Layer{{Kind: "linear", Weight: "w"}}}, map[string]tensor.Tensor{"w": weight(1, 3000, 3000)}) // 36 MB
 	require.NoError(t, err)
-	want, err := engine.Compute(t.Context(), here, nil, x)
+	r.Control("delay d2h 500000")
+	ended := soon(func() error {
+		_, err := engine.Compute(t.Context(), builtin(t, cuda.Builtins(h), "sink"), nil, floats(1, 36, mib/4))
+		return err
+	})
+	testkit.Eventually(t, func() bool { return len(r.Timeline()) > 1 }, "the block on the device")
+	_, err = cuda.Stack(h, m)
 	require.NoError(t, err)
-	a, err := tensor.Slice[float32](got[0])
-	require.NoError(t, err)
-	b, err := tensor.Slice[float32](want[0])
-	require.NoError(t, err)
-	require.InDeltaSlice(t, b, a, 5e-6)
+	require.NoError(t, ended(t))
+}
+
+func TestADeviceThatDiesForWantOfMemoryForABlockIsLost(t *testing.T) {
+	r := newRig(t)
+	h := r.open(t, r.config(16*mib))
+	relu := builtin(t, cuda.Builtins(h), "relu")
+	well := watch(t, relu)
+	r.Control("fail cuMemAlloc_v2 700 times 1")
+	_, err := engine.Compute(t.Context(), relu, nil, floats(1, 100))
+	require.ErrorIs(t, err, engine.ErrUnavailable)
+	requireLost(t, r, h, well, "CUDA_ERROR_ILLEGAL_ADDRESS")
+}
+
+func TestWhatIsMadeOnTheDeviceHasTheFlagsItNeeds(t *testing.T) {
+	r := newRig(t)
+	r.open(t, r.config(mib))
+	require.Equal(t, []string{
+		"cuDevicePrimaryCtxSetFlags_v2 4",    // waits sleep
+		"cuEventCreate 1", "cuEventCreate 3", // so do these, with a time and without
+		"cuMemHostRegister_v2 1", // for every context
+		"cuStreamCreate 1",       // waits for no default stream
+	}, r.Fake().Flags())
 }
 
 func TestCopiesAndKernelsOfDifferentBlocksOverlap(t *testing.T) {
@@ -946,12 +1006,15 @@ func TestAWideModelNeedsLittleOfTheDevice(t *testing.T) {
 	r := newRig(t)
 	h := r.open(t, r.config(64*mib))
 	m, err := stack.New(stack.Spec{Name: "wide", Layers: []stack.Layer{
-		{Kind: "linear", Weight: "a"}, {Kind: "relu"}, {Kind: "linear", Weight: "b"},
-	}}, map[string]tensor.Tensor{"a": weight(1, 256, 2), "b": weight(2, 2, 256)})
+		{Kind: "linear", Weight: "a"}, {Kind: "residual", Op: "start"}, {Kind: "relu"}, {Kind: "residual", Op: "add"}, {Kind: "linear", Weight: "b"},
+	}}, map[string]tensor.Tensor{"a": weight(1, 1024, 2), "b": weight(2, 2, 1024)})
 	require.NoError(t, err)
 	made, err := cuda.Stack(h, m)
 	require.NoError(t, err)
-	_, err = engine.Compute(t.Context(), made, nil, floats(3, 60_000, 2)) // whose first layer makes 61 MB of it
+	before := r.Live()
+	_, err = engine.Compute(t.Context(), made, nil, floats(3, 2100, 2)) // whose first layer makes 8.6 MB of it, and three places has a block
 	require.NoError(t, err)
-	require.Less(t, r.Live().Bytes, int64(64*mib))
+	after := r.Live()
+	require.Positive(t, after.Allocations-before.Allocations)
+	require.Less(t, (after.Bytes-before.Bytes)/int64(after.Allocations-before.Allocations), int64(10*mib), "of a lane")
 }

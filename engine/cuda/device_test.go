@@ -41,6 +41,9 @@ func library(t testing.TB) (path string, less int64) {
 	return fakecuda.Build(t, fakecuda.Options{}), 16
 }
 
+// DevicesOf is Devices of a driver that may hang for less.
+var DevicesOf = devices
+
 func openDevice(t testing.TB, library string) *Host {
 	h, err := Open(Config{Library: library, PinnedBytes: 1 << 30})
 	require.NoError(t, err)
@@ -78,7 +81,8 @@ func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
 	defer h.Close()
 	x, err := tensor.Of(make([]float32, 1024), 1024)
 	require.NoError(t, err)
-	wild := program{launch: func(l *lane, _, _ int64, x kernels.Address) kernels.Address {
+	var last *blocks.Work
+	wild := program{check: func(w *blocks.Work) error { last = w; return nil }, launch: func(l *lane, _, _ int64, x kernels.Address) kernels.Address {
 		add(l, kernels.StoreU64{Y: 1 << 46})
 		return x
 	}}
@@ -86,6 +90,8 @@ func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 	require.ErrorContains(t, err, "CUDA_ERROR_ILLEGAL_ADDRESS")
 	testkit.Eventually(t, func() bool { return lost.Load() == 1 }, "the device to be lost")
+	h.device.Start(last) // on its way there when the device was lost, its memory may be another's
+	require.Zero(t, h.device.queue.Len(), "blocks that wait for a device that is lost")
 	_, err = engine.Compute(t.Context(), Builtins(h)[1], nil, x)
 	require.ErrorContains(t, err, "restart the process")
 	_, err = Open(Config{Library: path})

@@ -151,21 +151,24 @@ func (d *driver) describe(i, version int) (Device, error) {
 // Devices opens a driver, libcuda.so.1 if library is empty, and describes its
 // devices, one or more. It waits for two minutes at most. Errors wrap engine.ErrUnavailable.
 func Devices(name string) ([]Device, error) {
-	return bounded(hangWait, func() ([]Device, error) { return devices(Config{Library: name}) }, func([]Device) {})
+	return devices(Config{Library: name})
 }
 
 func devices(c Config) ([]Device, error) {
-	d, n, version, err := c.openDriver()
-	if err != nil {
-		return nil, err
-	}
-	all := make([]Device, n)
-	for i := range all {
-		if all[i], err = d.describe(i, version); err != nil {
+	c.setDefaults()
+	return bounded(c.Hang, func() ([]Device, error) {
+		d, n, version, err := c.openDriver()
+		if err != nil {
 			return nil, err
 		}
-	}
-	return all, nil
+		all := make([]Device, n)
+		for i := range all {
+			if all[i], err = d.describe(i, version); err != nil {
+				return nil, err
+			}
+		}
+		return all, nil
+	}, func([]Device) {})
 }
 
 // resultError is a call of the driver that failed.

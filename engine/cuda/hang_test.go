@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -105,6 +106,22 @@ func TestADriverThatHangsAtOpenIsNotWaitedForLong(t *testing.T) {
 			c := r.config(mib)
 			c.Hang = 25 * time.Millisecond
 			err := soon(func() error { _, err := cuda.Open(c); return err })(t)
+			require.ErrorIs(t, err, engine.ErrUnavailable)
+			require.ErrorContains(t, err, "the driver has not answered for 100ms")
+			r.Control("unhang")
+		})
+	}
+}
+
+func TestADriverThatHangsIsNotWaitedForLongToDescribeItsDevices(t *testing.T) {
+	for _, name := range hangsAtOpen[:slices.Index(hangsAtOpen, "cuDevicePrimaryCtxSetFlags_v2")] {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			r.Control("hang " + name)
+			err := soon(func() error {
+				_, err := cuda.DevicesOf(cuda.Config{Library: r.path, Hang: 25 * time.Millisecond})
+				return err
+			})(t)
 			require.ErrorIs(t, err, engine.ErrUnavailable)
 			require.ErrorContains(t, err, "the driver has not answered for 100ms")
 			r.Control("unhang")

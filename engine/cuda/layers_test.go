@@ -230,6 +230,52 @@ func TestAMaskHasRoomBehindALaneThatIsFull(t *testing.T) {
 	requireNear(t, want[0], got[0], apart[tensor.Float32])
 }
 
+// linears are layers of these widths.
+func linears(widths ...int64) (s stack.Spec, weights map[string]tensor.Tensor) {
+	s.Name, weights = "linears", make(map[string]tensor.Tensor)
+	for i, width := range widths[1:] {
+		name := fmt.Sprint(i)
+		s.Layers = append(s.Layers, stack.Layer{Kind: "linear", Weight: name})
+		weights[name] = weight(uint64(i), width, widths[i])
+	}
+	return s, weights
+}
+
+func TestALaneHasRoomForInputThatIsWiderThanAllThatFollows(t *testing.T) {
+	m, err := stack.New(linears(64, 3))
+	require.NoError(t, err)
+	r := newRig(t)
+	there, err := cuda.Stack(r.open(t, r.config(64*mib)), m)
+	require.NoError(t, err)
+	for _, d := range stack.DTypes {
+		x := as(d, floats(1, 2000, 64))
+		want, err := engine.Compute(t.Context(), oracle(t, m), nil, x)
+		require.NoError(t, err)
+		got, err := engine.Compute(t.Context(), there, nil, x)
+		require.NoError(t, err)
+		requireNear(t, want[0], got[0], apart[d])
+	}
+}
+
+// A GPU kills the context for an access that is not aligned, which the CPU of the fake driver allows.
+func TestWhatLiesBetweenTwoLayersIsAligned(t *testing.T) {
+	m, err := stack.New(linears(31, 75, 75, 31))
+	require.NoError(t, err)
+	r := newRig(t)
+	there, err := cuda.Stack(r.open(t, r.config(64*mib)), m)
+	require.NoError(t, err)
+	for _, d := range stack.DTypes {
+		for rows := range int64(4) {
+			x := as(d, floats(1, rows+1, 31))
+			want, err := engine.Compute(t.Context(), oracle(t, m), nil, x)
+			require.NoError(t, err)
+			got, err := engine.Compute(t.Context(), there, nil, x)
+			require.NoError(t, err)
+			requireNear(t, want[0], got[0], apart[d])
+		}
+	}
+}
+
 func TestNothingOfAHiddenPositionComesThrough(t *testing.T) {
 	there, _ := both(t, newRig(t), stack.Spec{Mask: true, Layers: []stack.Layer{attention(2, false)}}, tensor.Float32)
 	in := inputs(there, tensor.Float32, 1, 70)

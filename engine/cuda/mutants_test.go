@@ -19,9 +19,10 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
 )
 
-var mutate = flag.Bool("mutants", false, "break the engine in one place at a time, and expect other tests to fail")
+var mutate = flag.Bool("mutants", false, "break the engine, and what is beside it, in one place at a time, and expect other tests to fail")
 
-// mutants are what is broken: a text of a file, and what stands in its place.
+// mutants are what is broken: a text of a file, here or in a folder beside, whose tests are then
+// to notice, and what stands in its place.
 var mutants = []struct{ name, file, text, instead string }{
 	{"kernels do not wait for their input", "driver.c", "TRY(StreamWaitEvent, v->compute, events[TF_IN_END], 0);", ""},
 	{"the copy back does not wait for kernels", "driver.c", "TRY(StreamWaitEvent, v->d2h, events[TF_RUN_END], 0);", ""},
@@ -107,10 +108,68 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"each position is the first", "stack.go", "Of: kernels.N(p.positions * p.width)", "Of: kernels.N(p.width)"},
 	{"later positions are seen", "stack.go", "k.Causal = 1", "k.Causal = 0"},
 	{"weights of half types are widened", "stack.go", "if as == tensor.Float64 {", "if as != tensor.Float32 {"},
+	{"pieces of half types are taken for wide ones", "stack.go", "at += n\n", "at += 4 * len(piece)\n"},
+	{"a lane has no room for wide input", "stack.go", "in*int64(x.DType.Bits()/8)", "4*in"},
+	{"nothing is aligned", "stack.go", "return (n + 255) &^ 255", "return n"},
+	{"weights stay in the host until the model is closed", "stack.go", "w.data = nil\n", ""},
+	{"steps stay in the host with their weights", "stack.go", "known.Steps = nil", "_ = known.Steps"},
+	{"a lane has one place for each row", "stack.go", "laneMost/max(1, (2+residuals)*row)", "laneMost/max(1, row)"},
+	{"a lane has two places for each row", "stack.go", "laneMost/max(1, (2+residuals)*row)", "laneMost/max(1, 2*row)"},
+	{"a lost device has its queue filled", "device.go", "if v.closed || w.Context().Err() != nil {", "if v.closed {"},
+	{"nothing bounds a wait for devices", "driver.go", "c.setDefaults()\n\treturn bounded(c.Hang,", "c.setDefaults()\n\treturn bounded(openHangs*hangWait,"},
+	{"a lane that does not grow is no death", "device.go", "v.check(err)\n\t\treturn fmt.Errorf(\"%d bytes of device memory for a block", "return fmt.Errorf(\"%d bytes of device memory for a block"},
+	{"a load waits for no lane", "device.go", "if len(v.idle) >= others {", "if len(v.idle) >= others || v.asking {"},
+	{"waits for the device spin", "driver.c", "(void)d->DevicePrimaryCtxSetFlags(v->ordinal, CU_CTX_SCHED_BLOCKING_SYNC);", ""},
+	{"CUDA streams wait for the default one", "driver.c", "&v->compute, CU_STREAM_NON_BLOCKING", "&v->compute, 0"},
+	{"waits for events spin", "driver.c", "CU_EVENT_BLOCKING_SYNC | (timed", "(timed"},
+	{"every event has a time", "driver.c", "(timed ? 0 : CU_EVENT_DISABLE_TIMING)", "0"},
+	{"locked memory is of one context", "driver.c", "bytes, CU_MEMHOSTREGISTER_PORTABLE", "bytes, 0"},
+
+	{"given results are as few as blocks of input", "../blocks/work.go", "\t\tr.plan.window()\n", ""},
+	{"what a lost run was given is kept", "../blocks/work.go", "r.freeInput(w)\n\t\t\tw.letGo()", "r.freeInput(w)"},
+	{"marks of released results stay", "../blocks/work.go", "r.done[r.low%maxSlots] = false\n", ""},
+	{"blocks beyond the marks are not told apart", "../blocks/work.go", "r.done[w.index%maxSlots] = true", "r.done[min(w.index, maxSlots-1)] = true"},
+	{"whole inputs in use are not charged", "../blocks/run.go", "used = r.plan.wholeBytes + r.plan.fixed", "used = r.plan.fixed"},
+	{"the chunk that ends a block has no place", "../blocks/plan.go", "chunk = add(chunk, max(chunk, block))", "_ = chunk"},
+	{"the chunk that ends a large block has no place", "../blocks/plan.go", "chunk = add(chunk, max(chunk, block))", "chunk = mul(chunk, 2)"},
+	{"a device lost after the model is no failure", "../../python/src/tensorferry/_device.py", "copies nothing any more\n            block.fail(err)", "copies nothing any more\n            _ = err"},
+}
+
+// testsOf are the tests of a file's package, with the file broken.
+func testsOf(t *testing.T, dir, file string, text []byte) *exec.Cmd {
+	broken, overlay := filepath.Join(dir, filepath.Base(file)), filepath.Join(dir, "overlay.json")
+	require.NoError(t, os.WriteFile(broken, text, 0o600))
+	whole, err := filepath.Abs(file)
+	require.NoError(t, err)
+	list, err := json.Marshal(map[string]any{"Replace": map[string]string{whole: broken}})
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(overlay, list, 0o600))
+	binary, tested := filepath.Join(dir, "broken.test"), filepath.Dir(whole)
+	build := exec.CommandContext(t.Context(), "go", "test", "-c", "-vet=off", "-o", binary, "-overlay", overlay, ".")
+	build.Dir = tested
+	out, err := build.CombinedOutput()
+	require.NoError(t, err, "it does not build: %s", out)
+	cmd := exec.CommandContext(t.Context(), binary, "-test.skip", slow, "-test.failfast", "-test.timeout", "2m")
+	cmd.Dir = tested
+	return cmd
+}
+
+// testsOfPython are the tests of a module of the same name, with that broken.
+func testsOfPython(t *testing.T, dir, file string, text []byte) *exec.Cmd {
+	python, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("python3 is not installed")
+	}
+	source := filepath.Dir(filepath.Dir(file))
+	require.NoError(t, os.CopyFS(dir, os.DirFS(source)))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, "tensorferry", filepath.Base(file)), text, 0o600))
+	cmd := exec.CommandContext(t.Context(), python, "-m", "unittest", "-f", "test"+strings.TrimSuffix(filepath.Base(file), ".py"))
+	cmd.Dir, cmd.Env = filepath.Join(source, "..", "tests"), append(os.Environ(), "PYTHONPATH="+dir)
+	return cmd
 }
 
 // slow are the tests that they are not held to.
-const slow = "TheSuite|NeedsLittle"
+const slow = "TheSuite"
 
 func TestEveryMutantIsKilled(t *testing.T) {
 	if !*mutate {
@@ -126,17 +185,12 @@ func TestEveryMutantIsKilled(t *testing.T) {
 			text, err := os.ReadFile(m.file)
 			require.NoError(t, err)
 			require.Equal(t, 1, strings.Count(string(text), m.text), "the text to break")
-			broken, overlay := filepath.Join(dir, m.file), filepath.Join(dir, "overlay.json")
-			require.NoError(t, os.WriteFile(broken, []byte(strings.Replace(string(text), m.text, m.instead, 1)), 0o600))
-			whole, err := filepath.Abs(m.file)
-			require.NoError(t, err)
-			list, err := json.Marshal(map[string]any{"Replace": map[string]string{whole: broken}})
-			require.NoError(t, err)
-			require.NoError(t, os.WriteFile(overlay, list, 0o600))
-			binary := filepath.Join(dir, "cuda.test")
-			out, err := exec.CommandContext(t.Context(), "go", "test", "-c", "-vet=off", "-o", binary, "-overlay", overlay, ".").CombinedOutput()
-			require.NoError(t, err, "it does not build: %s", out)
-			out, err = exec.CommandContext(t.Context(), binary, "-test.skip", slow, "-test.failfast", "-test.timeout", "2m").CombinedOutput()
+			broken := []byte(strings.Replace(string(text), m.text, m.instead, 1))
+			tests := testsOf
+			if filepath.Ext(m.file) == ".py" {
+				tests = testsOfPython
+			}
+			out, err := tests(t, dir, m.file, broken).CombinedOutput()
 			require.True(t, err != nil && !strings.Contains(string(out), "test timed out"), "survived, or hung a test")
 			killed.Add(1)
 			by, _, _ := strings.Cut(strings.TrimSpace(string(out)), "\n")

@@ -246,6 +246,20 @@ class Overlap(unittest.TestCase):
         host.end()
         self.assertEqual(host.given, [])
 
+    def test_a_device_that_is_lost_before_the_last_copy_fails_the_block(self) -> None:
+        gpu = self.gpu()
+        host = Host(self, gpu, lambda x: x.map(plus(1)))
+        follow = host.device.follow
+
+        def lose(block: Any) -> None:
+            gpu.lost = True  # the model has computed, and the copy of its result is begun
+            follow(block)
+
+        host.device.follow = lose  # type: ignore[method-assign]
+        host.run(1, bytes(SIZE))
+        self.assertEqual(host.answer(), (1, None))
+        self.assertIn("RuntimeError", host.message)
+
     def test_a_block_is_not_computed_that_was_cancelled_while_it_waited(self) -> None:
         gpu, computed, go = self.gpu(), [], threading.Event()
 

@@ -76,6 +76,7 @@ func build(compiler string, o Options) (string, error) {
 		return "", err
 	}
 	args := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
+	args = append(args, "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error") // a GPU does not forgive it: a kernel that does is SIGILL, without a library for that
 	if cpu.X86.HasFMA {
 		args = append(args, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
 	}

@@ -134,6 +134,13 @@ func (d *Driver) Violations() []string {
 	return d.read("violations")
 }
 
+// Flags returns the flags that contexts, CUDA streams, events and host memory were given: each
+// call's name and its flags once, in the order of their text.
+func (d *Driver) Flags() []string {
+	d.t.Helper()
+	return d.read("flags")
+}
+
 func (d *Driver) read(what string) []string {
 	name := C.CString(what)
 	defer C.free(unsafe.Pointer(name))

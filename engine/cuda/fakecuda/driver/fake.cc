@@ -230,6 +230,7 @@ API cuDevicePrimaryCtxSetFlags_v2(int device, unsigned flags) {
     unsigned schedule = flags & 7;  // spin, yield or block; one of them at most
     if (flags & ~0xffu || schedule & (schedule - 1)) return INVALID_VALUE;
     s.devices[device].flags = flags;
+    flagged(__func__, flags);
     return SUCCESS;
 }
 

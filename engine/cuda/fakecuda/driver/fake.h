@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -147,6 +148,7 @@ struct Settings {
     std::map<std::string, int64_t> delays;  // microseconds
     std::map<std::string, bool> hangs, crashes;
     bool heal = false;  // by a reset
+    std::set<std::string> flags;  // a call and what it was given, each once
     std::vector<Entry> timeline;
     std::vector<std::string> violations;
 };
@@ -194,6 +196,9 @@ void violate(const std::string &text);
 // missing is a violation by a call that was given something that is not there, or another
 // context's, and its code.
 int missing(const char *call, int code);
+
+// flagged records what flags a call was given.
+inline void flagged(const char *call, unsigned flags) { s.set.flags.insert(std::string(call) + ' ' + std::to_string(flags)); }
 
 // fault takes one use of a fault injected for any of the names.
 int fault(bool async, const std::vector<std::string> &names);

@@ -133,6 +133,12 @@ std::string read_live() {
     return out.str();
 }
 
+std::string read_flags() {
+    std::string out;
+    for (auto &f : s.set.flags) out += f + '\n';
+    return out;
+}
+
 std::string read_violations() {
     std::string out;
     for (auto &v : s.set.violations) out += v + '\n';
@@ -223,6 +229,7 @@ extern "C" __attribute__((visibility("default"))) size_t fake_read(const char *w
     Lock lock(s.mu);
     std::string name = what, text;
     if (name == "timeline") text = read_timeline();
+    if (name == "flags") text = read_flags();
     if (name == "live") text = read_live();
     if (name == "violations") text = read_violations();
     if (n > 0) snprintf(buf, n, "%s", text.c_str());

@@ -181,6 +181,7 @@ API cuMemHostRegister_v2(void *p, size_t n, unsigned flags) {
     std::vector<unsigned char> resident((address + n - first + page - 1) / page);
     if (mincore(reinterpret_cast<void *>(first), address + n - first, resident.data()) != 0) return INVALID_VALUE;
     s.registered[address] = Registered{n, s.next++, c.ctx};
+    flagged(__func__, flags);
     s.changed.wait_for(c.lock, lock_mib * (n >> 20), [] { return false; });
     return SUCCESS;
 }

@@ -94,6 +94,7 @@ API cuStreamCreate(uint64_t *handle, unsigned flags) {
     stream->ctx = c.ctx;
     stream->ordinal = ++c.ctx->streams;
     stream->flags = flags;
+    flagged(__func__, flags);
     // The host's signals are for its own threads.
     sigset_t all, before;
     sigfillset(&all);
@@ -150,6 +151,7 @@ API cuEventCreate(uint64_t *handle, unsigned flags) {
     auto e = std::make_shared<Event>();
     e->ctx = c.ctx;
     e->flags = flags;
+    flagged(__func__, flags);
     *handle = s.handle();
     s.events[*handle] = e;
     return SUCCESS;
