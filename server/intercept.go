@@ -135,7 +135,9 @@ func handled(ctx context.Context) {
 
 // admit rejects RPCs of unknown callers, and those for which there is no memory or no
 // handler: they leave nothing behind. It cancels RPCs whose first message does not arrive in
-// time: gRPC waits for it without a limit before it calls any handler or interceptor.
+// time: gRPC waits for it without a limit before it calls any handler or interceptor. An RPC
+// with a deadline ends a little before that: at the deadline gRPC resets the stream, which is
+// CANCELLED to a client whose clock is behind, though the status is on its way.
 func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context, err error) {
 	defer func() {
 		if err != nil {
@@ -153,15 +155,25 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 		return ctx, errNoMethod(info.FullMethodName)
 	}
 	inner, cancel := context.WithCancelCause(ctx)
+	stop := func() {}
+	if end, ok := ctx.Deadline(); ok {
+		left := time.Until(end)
+		inner, stop = context.WithDeadline(inner, end.Add(-min(max(left/earlyShare, earlyLeast), earlyMost)))
+	}
 	r := &rpc{cancel: cancel, caller: caller}
 	var room bool
 	if r.received, room = conns.From(ctx).Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
+		stop()
 		cancel(nil)
 		return ctx, statusOf(errReceived)
 	}
 	r.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
 	e.server.guard.Remember(caller, func(why error) { r.end(errUnauthenticated(why)) })
 	context.AfterFunc(inner, func() { // ends with the RPC
+		if inner.Err() == context.DeadlineExceeded {
+			r.end(context.DeadlineExceeded)
+		}
+		stop()
 		e.server.guard.Forget(caller)
 		r.first.Stop()
 		r.received.Cancelled()
@@ -337,6 +349,7 @@ func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) err
 // logEnd counts and logs the end of an RPC, but neither its payload nor the text of its error, which
 // may name a tensor.
 func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
+	err = endOf(ctx, err)
 	s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
 	level := levelOf(err, &s.failedRPCs)
 	if !s.log.Enabled(ctx, level) {

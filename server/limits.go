@@ -10,6 +10,11 @@ const (
 	dropMost  = 1 * time.Second
 	dropBytes = 16 << 20
 	dropIdle  = 50 * time.Millisecond
+	// An RPC with a deadline ends earlier by 1/earlyShare of it, and by the times below at least and
+	// at most: what a busy server takes to write its status, and what clients do not notice.
+	earlyShare = 20
+	earlyLeast = time.Millisecond
+	earlyMost  = 50 * time.Millisecond
 	// failuresPage is how many failures an answer of ListFailures has, and failuresBytes what
 	// it may take: 1 KiB and a name each, and their encoding.
 	failuresPage  = 256

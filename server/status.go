@@ -50,6 +50,18 @@ func errNotReceived(why error, method string) error {
 // statusName names the code that an RPC ends with.
 func statusName(err error) string { return frame.Code(status.Code(err)).String() }
 
+// endOf is what an RPC counts as whose handler returned err: what its peer was told outweighs
+// that, and a peer that left after the deadline did so for that reason.
+func endOf(ctx context.Context, err error) error {
+	if why := rpcOf(ctx).told.Load(); why != nil {
+		return statusOf(*why)
+	}
+	if end, ok := ctx.Deadline(); ok && status.Code(err) == codes.Canceled && !time.Now().Before(end) {
+		return statusOf(context.DeadlineExceeded)
+	}
+	return err
+}
+
 // errSilent ends a stream of requests of which none came for so long.
 func errSilent(idle time.Duration) error {
 	return status.Errorf(codes.DeadlineExceeded, "no request came for %v; open the RPC again when there is one", idle)

@@ -124,6 +124,7 @@ const (
 	flagEnd      = 1
 	flagPadded   = 8
 
+	codeCancel      = 8
 	enhanceYourCalm = 11
 	// nobody is an ID that no RPC has: clients use odd ones. gRPC returns the window of its
 	// data frames to the connection, and drops their bytes.
@@ -256,18 +257,20 @@ func (c *Conn) pace() error {
 
 // Write writes what gRPC sends, which it borrows, and sees the ends of RPCs in it: until
 // its status is written, gRPC keeps what an RPC has left unread. What comes after the peer was
-// told why its connection is closed is dropped.
+// told why its connection is closed is dropped. So is the reset of an RPC whose deadline has
+// passed, the only CANCEL that gRPC's server sends: a peer whose clock is a little behind would
+// take it for somebody's wish, and ends the RPC as DEADLINE_EXCEEDED when its own says so.
 func (c *Conn) Write(b []byte) (int, error) {
 	c.writing.Lock()
 	defer c.writing.Unlock()
-	pays, rest := len(b), b
+	all, pays, rest := len(b), len(b), b
 	for {
 		if n := min(c.skip, len(rest)); n > 0 {
 			c.skip -= n
 			rest = rest[n:]
 		}
 		if between := c.skip == 0 && c.got == 0; between && c.why != nil {
-			return len(b), c.tell(b[:len(b)-len(rest)])
+			return all, c.tell(b[:len(b)-len(rest)])
 		}
 		if len(rest) == 0 {
 			break
@@ -283,12 +286,20 @@ func (c *Conn) Write(b []byte) (int, error) {
 		if kind == typeReset || flags&flagEnd != 0 && (kind == typeHeaders || kind == typeData) {
 			c.over(binary.BigEndian.Uint32(c.header[5:]) &^ (1 << 31))
 		}
+		if kind == typeReset && n == headerBytes && len(rest) >= 4 && binary.BigEndian.Uint32(rest) == codeCancel {
+			b = slices.Concat(b[:len(b)-len(rest)-headerBytes], rest[4:])
+			rest, c.skip = b[len(b)-len(rest)+4:], 0
+		}
 		if kind == typeData {
 			pays += controlsOfData * controlPays
 		}
 	}
 	c.pay(int64(pays))
-	return c.Conn.Write(b)
+	if len(b) == 0 {
+		return all, nil
+	}
+	n, err := c.Conn.Write(b)
+	return n + all - len(b), err
 }
 
 // tell writes the last of the frames, and GOAWAY, unless that is done; writing is held.

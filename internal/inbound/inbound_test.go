@@ -587,6 +587,39 @@ func TestABacklogThatNeverEmptiesTakesNoMoreMemory(t *testing.T) {
 	}
 }
 
+// recorded keeps what is written.
+type recorded struct {
+	net.Conn
+	b []byte
+}
+
+func (r *recorded) Write(b []byte) (int, error) {
+	r.b = append(r.b, b...)
+	return len(b), nil
+}
+
+func TestTheResetOfALateRPCIsLeftToItsPeer(t *testing.T) {
+	before, after := frame(typeHeaders, 0, 1, make([]byte, 20)), frame(typeReset, 0, 5, []byte{0, 0, 0, 0})
+	late := frame(typeReset, 0, 3, []byte{0, 0, 0, codeCancel})
+	for name, all := range map[string][][]byte{
+		"alone": {before, late, after}, "first": {before, slices.Concat(late, after)},
+		"last": {slices.Concat(before, late), after}, "between others": {slices.Concat(before, late, after)},
+		"twice": {slices.Concat(before, late, late), after},
+	} {
+		to := new(recorded)
+		c := &Conn{Conn: to, m: NewMemory(0, mib), rpcs: make(map[uint32]*RPC)}
+		c.rpcs[3] = &RPC{c: c, id: 3}
+		for _, b := range all {
+			if n, err := c.Write(b); n != len(b) || err != nil {
+				t.Fatal(name, n, err)
+			}
+		}
+		if !bytes.Equal(to.b, slices.Concat(before, after)) || !c.rpcs[3].over {
+			t.Errorf("%s: wrote %x; the RPC is over: %v", name, to.b, c.rpcs[3].over)
+		}
+	}
+}
+
 // TestTheEndOfAnRPCIsSeenInWhatIsWritten splits what gRPC writes at every place.
 func TestTheEndOfAnRPCIsSeenInWhatIsWritten(t *testing.T) {
 	written := slices.Concat(
