@@ -54,7 +54,9 @@ type Range = frame.Range
 
 // Pull fetches tensors and returns their summaries in the order of the selections, those of a
 // glob by name. The error joins those of the summaries, or says what ended the pull. A tensor
-// whose summary has no error is complete and has the server's digest.
+// whose summary has no error is complete and has the server's digest. The tensors of up to 1 024
+// selections are of one state of the store with regard to sets; more are pulled one part after
+// the other.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	c.tally.calls.Add(1)
 	left := make([]int, len(r.Select)) // selections
@@ -63,24 +65,41 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	}
 	bySelection := make([][]*pulled, len(r.Select)+1) // the last are of none
 	for tries := c.tries(); ; c.tally.retries.Add(1) {
-		q := r
-		q.Select = make([]Selection, len(left))
-		for i, s := range left {
-			q.Select[i] = r.Select[s]
+		for _, s := range left {
 			bySelection[s] = nil
 		}
-		order, err := c.pull(ctx, q)
-		for _, t := range order {
-			of := len(r.Select)
-			if t.sel >= 0 {
-				of = left[t.sel]
+		var err error
+		from := 0 // in left: where the part begins that is pulled
+		for {
+			part := left[from:min(from+requestNames, len(left))]
+			q := r
+			q.Select = nil
+			for _, s := range part {
+				q.Select = append(q.Select, r.Select[s])
 			}
-			bySelection[of] = append(bySelection[of], t)
+			var order []*pulled
+			order, err = c.pull(ctx, q)
+			for _, t := range order {
+				of := len(r.Select)
+				if t.sel >= 0 {
+					of = part[t.sel]
+				}
+				bySelection[of] = append(bySelection[of], t)
+			}
+			if err != nil {
+				break
+			}
+			if from += len(part); from == len(left) {
+				break
+			}
 		}
-		why := err
+		why, answered := err, len(r.Select) // those before it
+		if from < len(left) {
+			answered = left[from]
+		}
 		left = slices.DeleteFunc(left, func(s int) bool {
 			failed := err
-			if len(bySelection[s]) > 0 && !r.Select[s].isGlob() {
+			if s < answered || len(bySelection[s]) > 0 && !r.Select[s].isGlob() {
 				failed = nil
 			}
 			for _, t := range bySelection[s] {

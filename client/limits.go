@@ -12,6 +12,8 @@ const (
 	pushTensors = 32
 	pushPieces  = 16
 	pushBytes   = 16 * mib // of tensors on their way, unless one alone is larger or the server is far
+	// requestNames is how many names or globs one request has: as many as a server takes.
+	requestNames = 1024
 	// pullTensors limits the tensors of a pull with a glob, each of which takes a few
 	// hundred bytes and its name: a server's folder holds as many by default.
 	pullTensors = 1 << 16

@@ -259,3 +259,42 @@ func (zeros) Read(p []byte) (int, error) {
 	clear(p)
 	return len(p), nil
 }
+
+// TestWhatOneRequestCannotNameIsPulledAndDeletedInParts: 1 024 names are a request.
+func TestWhatOneRequestCannotNameIsPulledAndDeletedInParts(t *testing.T) {
+	testkit.Start(t)
+	c := storing(t, inMemory(64*mib), client.Config{})
+	var r client.PushRequest
+	var q client.PullRequest
+	var names []string
+	for i := range 2100 {
+		name := fmt.Sprintf("t/%04d", i)
+		names = append(names, name)
+		r.Tensors = append(r.Tensors, client.Input{Name: name, Desc: int8s(2), Data: []byte{byte(i), byte(i >> 8)}})
+		q.Select = append(q.Select, client.Selection{Name: name})
+	}
+	_, err := c.PutAll(t.Context(), r)
+	require.NoError(t, err)
+	q.Select[1500] = client.Selection{Name: "t/none"}
+	q.Select = append(q.Select, client.Selection{Name: "t/000[01]"})
+	got, err := c.Pull(t.Context(), q)
+	require.ErrorContains(t, err, `"t/none"`)
+	require.Len(t, got, 2102)
+	for i, s := range got {
+		switch {
+		case i == 1500:
+			require.Error(t, s.Err)
+		default:
+			n := i % 2100
+			require.NoError(t, s.Err)
+			require.Equal(t, names[n], s.Name)
+			require.Equal(t, []byte{byte(n), byte(n >> 8)}, s.Data)
+		}
+	}
+	deleted, err := c.Delete(t.Context(), names...)
+	require.NoError(t, err)
+	require.Equal(t, names, deleted)
+	list, _, err := c.List(t.Context(), "")
+	require.NoError(t, err)
+	require.Empty(t, list)
+}

@@ -180,10 +180,17 @@ func stored(t *pb.StoredTensor) (Stored, error) {
 }
 
 // Delete removes tensors from the server's store, by name or glob, and returns their names.
-// If a name does not exist, it removes nothing and fails.
-func (c *Client) Delete(ctx context.Context, names ...string) ([]string, error) {
-	r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: names})
-	return r.GetDeleted(), err
+// If a name does not exist, it removes nothing and fails; of more than 1 024 names it has removed
+// those that it returns.
+func (c *Client) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
+	for {
+		some := names[:min(len(names), requestNames)]
+		r, err := ask(ctx, c, c.stub.DeleteTensors, &pb.DeleteTensorsRequest{Names: some})
+		deleted = append(deleted, r.GetDeleted()...)
+		if names = names[len(some):]; err != nil || len(names) == 0 {
+			return deleted, err
+		}
+	}
 }
 
 // Transfer is the state of a push or a pull.

@@ -269,7 +269,7 @@ func (f *Files) divide(file string, w *wholeFile) {
 	unusable := 0
 	add := func(name string, d tensor.Desc, document []byte, err error) {
 		info := Info{Name: stem + name, Desc: d, Stored: w.seen[0].ModTime(), Durable: true, File: path}
-		if err = errors.Join(err, CheckName(info.Name)); err == nil {
+		if err = errors.Join(err, CheckNew(info.Name)); err == nil {
 			w.parts = append(w.parts, &part{described{info}, name, document, w})
 			return
 		}

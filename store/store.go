@@ -20,13 +20,14 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // Errors that callers can test for. Every error of this package wraps one of them, an error
 // of package tensor, the cause of the context, or an error of the operating system.
 var (
-	// ErrName is wrapped when a name is empty, too long or not printable text, or twice in a
-	// set.
+	// ErrName is wrapped when a name is empty, too long, not printable text or reserved, or
+	// twice in a set.
 	ErrName = errors.New("store: bad name")
 	// ErrMetadata is wrapped when metadata is too long, is not UTF-8, or has a key of the store's.
 	ErrMetadata = errors.New("store: bad metadata")
@@ -225,10 +226,28 @@ func CheckName(name string) error {
 	return nil
 }
 
+// CheckNew is CheckName for a new tensor. It refuses what CheckName took once, too: a name that
+// ends in a slash, which selects all below it, and those that a .safetensors file cannot hold, or
+// a pull of everything could not be written to one.
+func CheckNew(name string) error {
+	if err := CheckName(name); err != nil {
+		return err
+	}
+	switch {
+	case strings.HasSuffix(name, "/"):
+		return fmt.Errorf("%w: %q ends in a slash, which selects all names that begin with it", ErrName, name)
+	case name == tensorfile.MetadataName:
+		return fmt.Errorf("%w: %q is where a .safetensors file has its metadata", ErrName, name)
+	case strings.ContainsRune(name, utf8.RuneError):
+		return fmt.Errorf("%w: %q has the character U+FFFD, which stands for broken text", ErrName, name)
+	}
+	return nil
+}
+
 // checkNew validates the name, the desc and the metadata of a new tensor, and returns its size
 // in bytes.
 func checkNew(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (int64, error) {
-	if err := cmp.Or(CheckName(name), checkMetadata(metadata)); err != nil {
+	if err := cmp.Or(CheckNew(name), checkMetadata(metadata)); err != nil {
 		return 0, err
 	}
 	size, err := d.Bytes()

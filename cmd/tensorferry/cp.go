@@ -94,7 +94,7 @@ func (o *cpOptions) cp(c *cobra.Command, args []string) error {
 		if other, twice := called[name]; twice {
 			return usage("%q and %q would both be copied to %q; copy them one by one", other, s.Name, name)
 		}
-		if err := store.CheckName(name); err != nil {
+		if err := store.CheckNew(name); err != nil {
 			return usageError{err}
 		}
 		if target == from && name == s.Name {

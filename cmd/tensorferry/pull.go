@@ -31,8 +31,8 @@ source of the server generates from --param. Each tensor is checked as it arrive
 at the end, against the server's digest.
 
 NAME may be a glob: * matches any characters but a slash, ? one such character, [a-z]
-one letter, and ** anything; model/ means model/**. If a tensor has exactly that name,
-NAME selects only that tensor.
+one letter, and ** anything. If a tensor has exactly that name, NAME selects only that
+tensor. A NAME that ends in a slash is never a tensor's: model/ means model/**.
 
 The output is a .npy file, a .safetensors file if --output ends in .safetensors, a
 PyTorch file if it ends in .pt or .pth, or raw bytes with --raw. Only a .safetensors
@@ -113,7 +113,9 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 			var beside tensorfile.Document // of the prefix's model file
 			prefix := sharedPrefix(names)
 			if i := slices.IndexFunc(list, func(s client.Stored) bool { return s.Name == prefix+tensorfile.MetadataName }); i >= 0 {
-				if beside, got, err = pullDocument(ctx, cl, list[i]); err != nil {
+				if prefix == "" && len(list) > 1 { // of no model: an older server has it
+					fmt.Fprintf(stderr, "note: %q is left out: files reserve that name; pull it alone, or remove it\n", list[i].Name)
+				} else if beside, got, err = pullDocument(ctx, cl, list[i]); err != nil {
 					return err
 				}
 				list = slices.Delete(list, i, i+1)

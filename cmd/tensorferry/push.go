@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -105,6 +106,9 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 		if _, member := memberOf(file); below && member == nil {
 			wholes[name+"/"] = file
 		}
+		if at := slices.IndexFunc(list, func(s *source) bool { return s.Name == tensorfile.MetadataName }); below && at >= 0 {
+			return fmt.Errorf("%s has a tensor named %q, under which the metadata of a model file is stored; rename it, or push it as NAME=%s:%[2]s", file, tensorfile.MetadataName, file)
+		}
 		if beside := found.document.Encode(); beside != nil {
 			d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(beside))}}
 			list = append(list, arraySource(file+":"+tensorfile.MetadataName, tensorfile.Array{Name: tensorfile.MetadataName, Desc: d, Data: beside}))
@@ -118,7 +122,7 @@ func (o *pushOptions) push(c *cobra.Command, args []string) error {
 				to += "/" + s.Name
 			}
 			s.Name, s.Metadata = to, metadata
-			switch err := store.CheckName(to); {
+			switch err := store.CheckNew(to); {
 			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
 				return fmt.Errorf("%s: %w", file, err)
 			case err != nil:

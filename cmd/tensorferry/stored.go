@@ -146,8 +146,9 @@ func isGlob(name string) bool {
 	return strings.ContainsAny(name, globs) || strings.HasSuffix(name, "/")
 }
 
-// storedOf lists the tensors that names and globs match, each once. If a tensor's name
-// equals a glob, the glob matches only that tensor. Matching nothing is an error.
+// storedOf lists the tensors that names and globs match, each once. A name that ends in a slash
+// matches all that begin with it. If a tensor's name equals a glob, the glob matches only that
+// tensor. Matching nothing is an error.
 func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.Stored, error) {
 	if err := checkNames(names); err != nil {
 		return nil, err
@@ -155,12 +156,12 @@ func storedOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 	var list []client.Stored
 	seen := map[string]bool{}
 	for _, n := range names {
-		found, sources, err := cl.List(ctx, glob.Quote(n))
-		switch {
-		case err != nil || len(found) > 0:
-		case strings.HasSuffix(n, "/"):
-			found, _, err = cl.List(ctx, glob.Quote(n)+"**")
-		case strings.ContainsAny(n, globs):
+		pattern := glob.Quote(n)
+		if strings.HasSuffix(n, "/") { // never the name of a tensor
+			pattern += "**"
+		}
+		found, sources, err := cl.List(ctx, pattern)
+		if err == nil && len(found) == 0 && strings.ContainsAny(n, globs) {
 			found, _, err = cl.List(ctx, n)
 		}
 		switch _, bad := path.Match(n, ""); {

@@ -233,7 +233,7 @@ func (in *incoming) run() {
 func (in *incoming) store() (info store.Info, err error) {
 	p := in.put
 	s := p.service
-	if err := store.CheckName(in.name); err != nil {
+	if err := store.CheckNew(in.name); err != nil {
 		return info, err
 	}
 	if err := serving.AcquireTable(s.Budget, p.session.Holder, in.tableBytes()); err != nil {

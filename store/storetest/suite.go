@@ -193,6 +193,9 @@ func (s suite) refused() {
 		"a long name":          {strings.Repeat("n", store.MaxName+1), vector(1), store.ErrName},
 		"a control character":  {"a\nb", vector(1), store.ErrName},
 		"no UTF-8":             {"\xff", vector(1), store.ErrName},
+		"a prefix":             {"a/", vector(1), store.ErrName},
+		"a reserved name":      {"__metadata__", vector(1), store.ErrName},
+		"broken text":          {"a\ufffd", vector(1), store.ErrName},
 		"no data type":         {"x", tensor.Desc{}, tensor.ErrDataType},
 		"a negative dimension": {"x", vector(-1), tensor.ErrShape},
 		"more than 63 bits":    {"x", tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{1 << 40, 1 << 40}}, tensor.ErrTooLarge},
@@ -354,7 +357,7 @@ func (s suite) listed() {
 		if left := s.names(); len(left) > 0 {
 			s.remove(left...)
 		}
-		for _, name := range rapid.SliceOfN(text, 0, 12).Draw(t, "names") {
+		for _, name := range rapid.SliceOfN(text.Filter(func(name string) bool { return store.CheckNew(name) == nil }), 0, 12).Draw(t, "names") {
 			if model[name] && rapid.Bool().Draw(t, "delete") {
 				s.remove(name)
 				delete(model, name)
@@ -363,7 +366,7 @@ func (s suite) listed() {
 				model[name] = true
 			}
 		}
-		glob := rapid.SampledFrom([]string{"", "*", "a*", "*/b", "?", "[ab]*", "[^a]", "*\\**"}).Draw(t, "glob")
+		glob := rapid.SampledFrom([]string{"", "*", "a*", "a/?*", "*/b", "?", "[ab]*", "[^a]", "*\\**"}).Draw(t, "glob")
 		after := rapid.OneOf(rapid.Just(""), text).Draw(t, "after")
 		most := rapid.IntRange(0, 6).Draw(t, "most")
 		var want []string
