@@ -155,6 +155,9 @@ func (c *Client) pull(ctx context.Context, r PullRequest) ([]*pulled, error) {
 		list = append(list, sel)
 	}
 	err := p.run(ctx, c, list, patience)
+	if p.told {
+		p.heard(ctx, c)
+	}
 	left := err // why a tensor that has not ended did not arrive
 	if err == nil {
 		left = &Error{Code: codes.Internal, Message: "the server ended the pull without a summary"}
@@ -183,6 +186,9 @@ type pull struct {
 	active  int       // of those, that have not ended, or have memory lent
 	ended   bool      // nothing more comes
 	seen    []*pulled // queue, to be used again
+
+	accepted []tensor.ID // they have the server's digest, which the server is to be told
+	told     bool        // the server was told of a tensor that has another
 
 	metadata int          // bytes of the tensors'
 	globs    []*glob.Glob // of the selections; nil for a plain name
@@ -269,6 +275,14 @@ func (p *pull) step() bool {
 		}
 	}
 	clear(p.seen)
+	if len(p.accepted) > 0 {
+		p.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
+			for _, id := range p.accepted {
+				m.Accept(now, id)
+			}
+		})
+		p.accepted = p.accepted[:0]
+	}
 	return !over || p.active > 0
 }
 
@@ -292,12 +306,19 @@ func (p *pull) receive(t *pulled) bool {
 	}
 	if !t.over && sum != nil && t.landing.Whole() {
 		t.Durable = sum.Durable
+		p.rest.start() // it may be read back from a slow disk
 		d, err := t.digest()
-		if err == nil && d != sum.Digest {
-			err = &Error{Code: codes.DataLoss, Message: fmt.Sprintf("tensor %q: its digest is %v, the server's is %v; pull it again", t.Name, d, sum.Digest)}
-		}
+		p.rest.stop()
 		t.Digest = d
-		t.end(err)
+		switch {
+		case err != nil:
+			p.fail(t, err)
+		case d != sum.Digest:
+			p.fail(t, frame.Errorf(frame.DataLoss, "its digest is %v, the server's is %v; pull it again", d, sum.Digest))
+		default:
+			t.end(nil)
+			p.accepted = append(p.accepted, t.landing.Tensor)
+		}
 	}
 	return (t.over || p.ended) && (t.landing.Session == nil || t.landing.Home())
 }
@@ -383,15 +404,36 @@ func (p *pull) add(t *pulled) {
 	}
 }
 
-// fail gives up a tensor for a reason of this side's.
+// fail gives up a tensor for a reason of this side's. The server is told what is wrong with
+// its tensor, not what is wrong here.
 func (p *pull) fail(t *pulled, err error) {
+	code, text := frame.FailedPrecondition, "the client cannot take the tensor"
 	if se, ok := errors.AsType[*frame.Error](err); ok {
-		err = &Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}
+		if err = (&Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}); se.Code == frame.DataLoss && !t.held {
+			code, text, p.told = se.Code, se.Text, true
+		}
 	}
 	t.end(err)
 	p.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		m.FailTensor(t.landing.Tensor, frame.FailedPrecondition, "the client cannot take the tensor")
+		m.FailTensor(t.landing.Tensor, code, text)
 	})
+}
+
+// heard waits, for tellWait at most, until the server knows of a damaged tensor: nothing answers
+// a failure, and the end of the session could overtake it.
+func (p *pull) heard(ctx context.Context, c *Client) {
+	ctx, cancel := context.WithTimeout(ctx, tellWait)
+	defer cancel()
+	for ctx.Err() == nil {
+		t, err := c.Transfer(ctx, p.id)
+		if err != nil || slices.ContainsFunc(t.Tensors, func(s TensorState) bool { return codeOf(s.Err) == codes.DataLoss }) {
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(tellWait / 100):
+		}
+	}
 }
 
 // place asks the caller where a tensor goes.

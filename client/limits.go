@@ -20,6 +20,8 @@ const (
 	// pullTextBytes limits the texts kept from a pull's summaries, of which there may be
 	// pullTensors of 4 KiB each. Texts beyond it are truncated.
 	pullTextBytes = 1 * mib
+	// tellWait is how long a pull waits for the server to know of a tensor that is damaged.
+	tellWait = 1 * time.Second
 	// silentRate is the rate, in bytes per second, that a server is expected to reach where
 	// the protocol keeps it silent: while it reads held ranges for the digest, and while it
 	// syncs what was pushed. A slow disk reaches it.

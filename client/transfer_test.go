@@ -261,6 +261,74 @@ func TestAPullGoesWhereItIsTold(t *testing.T) {
 	require.ErrorIs(t, err, client.ErrInput)
 }
 
+func TestTheServerLearnsOfATensorThatRotted(t *testing.T) {
+	testkit.Start(t)
+	for name, n := range map[string]int64{"one chunk": 100, "several": 2*mib + 7, "by lanes": 9 * mib} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{
+				{Name: "x", Desc: int8s(n), Data: noise(7, n)}, {Name: "y", Desc: int8s(n), Data: noise(8, n)},
+			}})
+			require.NoError(t, err)
+			damaged := func() int64 {
+				info, err := c.Info(t.Context())
+				require.NoError(t, err)
+				return info.Counters["store_damaged_total"]
+			}
+			rot(t, dir, noise(7, n))
+			list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "*"}}})
+			require.Equal(t, codes.DataLoss, status.Code(list[0].Err), "%v", err)
+			require.NoError(t, list[1].Err)
+			testkit.Eventually(t, func() bool { return damaged() == 1 }, "counted")
+			failures, err := c.Failures(t.Context())
+			require.NoError(t, err)
+			require.Len(t, failures, 1)
+			require.Equal(t, list[0].Transfer, failures[0].Call)
+			require.Equal(t, codes.DataLoss, failures[0].Code)
+			require.Contains(t, failures[0].Cause, `tensor "x" is damaged`)
+			tr, err := c.Transfer(t.Context(), list[0].Transfer)
+			require.NoError(t, err)
+			require.Equal(t, codes.DataLoss, status.Code(tr.Tensors[0].Err), "%v", tr.Tensors[0].Err)
+
+			held := make([]byte, n) // what is damaged is here
+			_, err = c.Pull(t.Context(), client.PullRequest{
+				Select: []client.Selection{{Name: "y", Held: []client.Range{{Off: 0, Len: n}}}},
+				To:     func(string, tensor.Desc) (client.Sink, error) { return client.Into(held), nil },
+			})
+			require.Error(t, err)
+			_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "y"}}})
+			require.NoError(t, err)
+			require.EqualValues(t, 1, damaged())
+		})
+	}
+}
+
+// rot changes a byte of the file that has data.
+func rot(t testing.TB, dir string, data []byte) {
+	t.Helper()
+	found := 0
+	require.NoError(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
+		if err != nil || e.IsDir() {
+			return err
+		}
+		b, err := os.ReadFile(path)
+		if i := bytes.Index(b, data); err == nil && i >= 0 {
+			found++
+			b[i+len(data)-1] ^= 1
+			f, err := os.OpenFile(path, os.O_WRONLY, 0)
+			if err != nil {
+				return err
+			}
+			defer f.Close()
+			_, err = f.WriteAt(b[i:], int64(i)) // in place: the server maps it
+			return err
+		}
+		return err
+	}))
+	require.Equal(t, 1, found)
+}
+
 // fullAt has room for so many bytes only.
 type fullAt struct {
 	*os.File

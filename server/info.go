@@ -82,7 +82,7 @@ func (s *Server) values() metrics.Values {
 	v.LanesRefused = s.conns.LanesRefused()
 	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed(), s.guard.Refused()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
-	v.StoreEvicted = s.storing.Evicted()
+	v.StoreEvicted, v.StoreDamaged = s.storing.Evicted(), s.storing.Damaged()
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}

@@ -185,7 +185,7 @@ func (c *calls) results(k *call) (lost string, waits bool) {
 		return "", k.unsent > 0 || slices.ContainsFunc(k.outs, func(t *out) bool { return !t.Chunks.Sent() })
 	}
 	if k.part.Stored() {
-		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed && !t.Asm.Whole() })
+		return "", slices.ContainsFunc(k.ins, func(t *in) bool { return t.summed })
 	}
 	for _, b := range k.done.Outputs {
 		i := slices.IndexFunc(k.ins, func(t *in) bool { return t.Desc.Tensor == b.Tensor })

@@ -162,7 +162,7 @@ func (m *Machine) summaryPart(now Instant, p *frame.Summary) {
 		if lost {
 			s.Code, s.Message = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.Asm.Below())
 		}
-		if t.summed = true; lost || p.Code != frame.OK || t.Asm.Whole() {
+		if t.summed = true; lost || p.Code != frame.OK || t.Asm.Whole() && !t.Unchecked {
 			m.in.drop(t)
 		}
 	}
@@ -255,9 +255,20 @@ func (m *Machine) Hold(now Instant, id tensor.ID, n int64) error {
 	return nil
 }
 
-// settled forgets a tensor of a get that is whole and has its Summary, and advances its call.
+// Accept (client) says that a whole tensor of a get has the digest of its Summary. Until then,
+// or until FailTensor gives it up, its last chunk is not acknowledged, and its call is open.
+func (m *Machine) Accept(now Instant, id tensor.ID) {
+	if t := m.in.tensors[id]; t != nil && t.Unchecked && t.Asm.Whole() {
+		t.Unchecked = false
+		t.touch(now)
+		m.in.Arrived(now, &t.In)
+		m.settled(t)
+	}
+}
+
+// settled forgets a tensor of a get that is accepted and has its Summary, and advances its call.
 func (m *Machine) settled(t *in) {
-	if t.summed && t.Asm.Whole() {
+	if t.summed && t.Asm.Whole() && !t.Unchecked {
 		m.in.drop(t)
 	}
 	m.calls.advance(t.call)
@@ -283,7 +294,7 @@ func (k *call) owes(server bool) bool {
 		return !feeds && (len(k.outs) > 0 || k.ended || server && k.state == lifecycle.Opening)
 	}
 	fills := slices.ContainsFunc(k.ins, func(t *in) bool { return t.Asm.Held() < t.Limit })
-	lends := slices.ContainsFunc(k.ins, func(t *in) bool { return t.Asm.Held() >= t.Limit && (server || !t.Asm.Whole()) })
+	lends := slices.ContainsFunc(k.ins, func(t *in) bool { return t.Asm.Held() >= t.Limit && (server || t.summed || !t.Asm.Whole()) })
 	return fills || !lends && !(server && k.ended)
 }
 

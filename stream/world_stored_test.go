@@ -147,6 +147,8 @@ func (p *party) workStored(c *worldCall) bool {
 		return true
 	case p.server() && (c.ready == 0 || c.finished):
 		return false
+	case !p.server() && c.kind == get && p.check(c):
+		return true
 	case sends && p.feedStored(c):
 		return true
 	case p.server() && p.sumStored(c):
@@ -154,6 +156,26 @@ func (p *party) workStored(c *worldCall) bool {
 	case !p.server() && c.kind == put && !c.told:
 		c.told = true
 		p.m.EndPut(p.w.now, c.id)
+		return true
+	}
+	return false
+}
+
+// check (client) accepts a tensor of a get, or finds that its digest is another.
+func (p *party) check(c *worldCall) bool {
+	for _, t := range c.sinks[0] {
+		code, summed := c.sums[t.id]
+		if !t.whole || t.failed || t.checked || !summed || code != frame.OK {
+			continue
+		}
+		t.checked = true
+		if s := c.tensor(t.id); p.w.choose(8) == 7 {
+			p.w.blame(t.id, "rot")
+			s.rotten = true
+			p.m.FailTensor(t.id, frame.DataLoss, "another digest")
+		} else {
+			p.m.Accept(p.w.now, t.id)
+		}
 		return true
 	}
 	return false
@@ -305,6 +327,10 @@ func (p *party) eventStored(c *worldCall, t *sink, e Event) bool {
 			w.failf("client: summed")
 		}
 	case EventClosed:
+		rot := func(s *source) bool { return s.rotten && !s.failed }
+		if p.server() && slices.ContainsFunc(c.outs, rot) && c.blamed == "" && !w.closed && !w.lossy {
+			w.failf("server: %s is closed, and nobody told of the rot", short(c.id))
+		}
 		if !p.server() && e.Code == frame.OK {
 			w.endedStored(c)
 		} else if !p.server() && c.blamed == "" && !w.closed && !w.lossy {

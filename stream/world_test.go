@@ -99,6 +99,7 @@ type source struct {
 	held   []chunks // of a get: what the client has
 	summed bool
 	failed bool
+	rotten bool // the client found another digest
 	blamed string
 }
 
@@ -123,8 +124,8 @@ type sink struct {
 	whole bool
 	seen  map[span]bool // EventChunk
 
-	failed bool
-	held   []span // of a get: what the client has
+	failed, checked bool
+	held            []span // of a get: what the client has
 }
 
 type lentMem struct {

@@ -87,7 +87,7 @@ func command() *cobra.Command {
 	root.AddCommand(
 		serveCommand(), demoCommand(), benchCommand(), // start servers
 		runCommand(), modelsCommand(), infoCommand(), // use a server
-		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), // use its store
+		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), verifyCommand(), // use its store
 		genCommand(), showCommand(), diffCommand(), certCommand(), // files
 		versionCommand(), linkCommand(),
 	)

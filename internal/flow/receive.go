@@ -13,6 +13,7 @@ type In struct {
 	Owner     Owner
 	Open      bool   // counts in Receiver.Open
 	Summed    bool   // its Summary acknowledges it, if it is on allowance that is not short
+	Unchecked bool   // its last chunk is not acknowledged yet: its holder has not accepted it
 	acked     uint32 // chunks held at the last acknowledgement
 	resend    []uint32
 	creditDue bool // in credits
@@ -73,6 +74,7 @@ func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	r.WantCredit(now, t)
 	short := r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2
 	switch news := t.Asm.Held() - t.acked; {
+	case t.Asm.Whole() && t.Unchecked && t.Geo.Count() == 1:
 	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance && !short:
 	case t.Asm.Whole():
 		// Only the sender's memory waits for this one, so it is not urgent unless that
@@ -151,7 +153,8 @@ func (r *Receiver) Add(f *frame.Frame) {
 	numbers := 0
 	for len(r.acks) > 0 && len(f.Acks) < FrameParts {
 		t := r.acks[len(r.acks)-1]
-		if t.Dead && !(t.Asm.Whole() && t.Owner.OwesAck(r.Terms.Server, &t.Desc)) {
+		whole := t.Asm.Whole() && !t.Unchecked
+		if t.Dead && !(whole && t.Owner.OwesAck(r.Terms.Server, &t.Desc)) {
 			Pop(&r.acks, len(r.acks)-1)
 			continue // done says more than an ack could
 		}
@@ -164,6 +167,14 @@ func (r *Receiver) Add(f *frame.Frame) {
 		if t.acked > a.Below {
 			a.Beyond = t.Asm.Beyond(frame.AckPairs)
 		}
+		if last := t.Geo.Count() - 1; t.Unchecked {
+			a.Below = min(a.Below, last)
+			if n := len(a.Beyond); n > 0 && a.Beyond[n-1] > last {
+				if a.Beyond[n-1] = last; a.Beyond[n-2] == last {
+					a.Beyond = a.Beyond[:n-2]
+				}
+			}
+		}
 		numbers += len(a.Beyond) + n
 		f.Acks = append(f.Acks, a)
 		if t.resend = t.resend[n:]; len(t.resend) > 0 {
@@ -171,7 +182,7 @@ func (r *Receiver) Add(f *frame.Frame) {
 		}
 		t.resend, t.ackDue = nil, false
 		Pop(&r.acks, len(r.acks)-1)
-		if t.Asm.Whole() {
+		if whole {
 			r.uncount(t)
 		}
 	}

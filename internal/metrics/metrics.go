@@ -45,7 +45,7 @@ type Values struct {
 	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
 	HeapLimit                                 int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
-	StoreEvicted                              int64             // tensors
+	StoreEvicted, StoreDamaged                int64             // tensors
 	RunsAbandoned, Panics                     int64
 	ModelGauges                               map[Gauge]float64
 }
@@ -87,6 +87,7 @@ var plain = []struct {
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take; the largest number if only the disk says.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
 	{"store_evicted_total", "Tensors evicted from the store to make room for others.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreEvicted }},
+	{"store_damaged_total", "Tensors that a client pulled whole and found damaged: their digest was not the store's.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreDamaged }},
 	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
 	{"panics_total", "Handlers that panicked.", prometheus.CounterValue, func(v *Values) int64 { return v.Panics }},
 }

@@ -380,6 +380,11 @@ func timings(st engine.Stats) frame.Timings {
 	return frame.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
 }
 
+// Failed records why a call of the session failed.
+func (s *Session) Failed(id tensor.ID, model string, code frame.Code, err error) {
+	s.core.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: s.principal, Model: model, Code: code}, err)
+}
+
 // finish fails the call with err, unless its end is already decided. Errors that a peer must
 // not see are logged.
 func (c *call) finish(d frame.Done, err error) {
@@ -388,8 +393,7 @@ func (c *call) finish(d frame.Done, err error) {
 	}
 	why := ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
-		s := c.session
-		s.core.Failures.Add(failures.Failure{At: time.Now(), Call: c.id, Principal: s.principal, Model: c.model, Code: why.Code}, err)
+		c.session.Failed(c.id, c.model, why.Code, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
 		d.Call, d.Code, d.Message, d.RetryAfterMillis = c.id, why.Code, why.Text, why.RetryMillis

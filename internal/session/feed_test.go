@@ -248,6 +248,7 @@ func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 					<-client.news
 				}
 				sum := <-client.sum
+				client.sess.Do(func(m *stream.Machine, now stream.Instant) { m.Accept(now, l.Tensor) })
 				<-client.closed
 				require.True(t, l.Home())
 				require.True(t, bytes.Equal(data, to.data))

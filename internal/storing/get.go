@@ -98,7 +98,11 @@ func (s *Service) takeSelections(list []frame.Selection) (bytes int64, err error
 func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventFailed:
-		g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
+		if _, open := g.sizes[e.Tensor]; open {
+			g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
+		} else if e.Code == frame.DataLoss {
+			g.damaged(e)
+		}
 	case stream.EventSummed:
 		delete(g.lost, e.Tensor)
 		g.bytes -= g.sizes[e.Tensor]
@@ -111,6 +115,14 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		g.closed(e)
 		close(g.gone)
 	}
+}
+
+// damaged records that the client found a tensor damaged that was sent whole; the session is
+// locked.
+func (g *get) damaged(e stream.Event) {
+	g.service.damages.Add(1)
+	g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
+	g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 }
 
 // run serves the get.

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -95,6 +96,17 @@ func (l *transferLog) over(p *progress, s frame.Summary) {
 	defer l.mu.Unlock()
 	s.Message = frame.Clip(s.Message, recordMessage)
 	p.Summary, p.Open = s, false
+}
+
+// damaged changes the outcome of a tensor that was thought to have ended well.
+func (l *transferLog) damaged(r *record, id tensor.ID, code frame.Code, text string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, p := range r.tensors {
+		if p.Summary.Tensor == id {
+			p.Summary.Digest, p.Summary.Code, p.Summary.Message = codec.Digest{}, code, frame.Clip(text, recordMessage)
+		}
+	}
 }
 
 // end records how a transfer ended, unless it is recorded, and forgets the oldest ended

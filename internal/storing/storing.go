@@ -43,11 +43,14 @@ type Service struct {
 	log                    transferLog
 	full, absent, failures admission.LogSampler
 	evictions              admission.LogSampler
-	evicted                atomic.Int64
+	evicted, damages       atomic.Int64
 }
 
 // Evicted returns how many tensors the store has evicted to make room for others.
 func (s *Service) Evicted() int64 { return s.evicted.Load() }
+
+// Damaged returns how many tensors clients have found damaged that were sent whole.
+func (s *Service) Damaged() int64 { return s.damages.Load() }
 
 // tellEvicted counts and logs what the store has evicted for a tensor.
 func (s *Service) tellEvicted(name string, evicted []store.Info) {
