@@ -82,7 +82,7 @@ type Config struct {
 	Reflection bool
 	// Version is shown by GetServiceInfo.
 	Version string
-	// Session limits each session; zero fields mean stream.DefaultLimits.
+	// Session limits each session; zero fields mean terms.DefaultLimits.
 	Session stream.Limits
 	// Sessions, Connections, Transfers (pushes and pulls) and QueuedCalls (calls of all
 	// sessions) are how many may be open at a time; 0 means DefaultSessions,

@@ -93,9 +93,9 @@ func (m *Machine) NextLane(now Instant, ch *frame.Chunk, lane uint8) (held chunk
 // may have lost it. It returns 0 if there is none.
 func (m *Machine) LaneStalled(now Instant) uint8 {
 	for _, t := range m.out.tensors {
-		patience := m.LanePatience
+		patience := m.LanePatience(int(t.Desc.ChunkBytes))
 		if t.summed && t.Chunks.Below() == t.Geo.Count()-1 { // the peer checks the digest before it acknowledges the last chunk
-			patience = func(int) Instant { return m.cfg.Limits.ChunkIdle / 2 }
+			patience = m.cfg.Limits.ChunkIdle / 2
 		}
 		if lane := m.out.Late(now, &t.Out, patience); lane != 0 {
 			return lane
@@ -108,13 +108,7 @@ func (m *Machine) LaneStalled(now Instant) uint8 {
 // acknowledgement: at most half of what the server waits for a chunk, so that they can still
 // be sent by another path. It may run concurrently with the machine once the peer's hello
 // has arrived.
-func (m *Machine) LanePatience(n int) Instant {
-	idle := m.cfg.Limits.ChunkIdle
-	if told := m.peer.ChunkIdleMillis; !m.cfg.Server && told > 0 {
-		idle = Instant(told) * millisecond
-	}
-	return min(laneStall*Instant(1+n/mib), idle/2)
-}
+func (m *Machine) LanePatience(n int) Instant { return m.cfg.LanePatience(m.peer.ChunkIdleMillis, n) }
 
 // ClaimLane decides whether to accept a chunk of n bytes whose header arrived by a lane. If
 // it returns true, the caller calls c.Fill, outside any lock, and then Commit, or Abort if

@@ -67,7 +67,7 @@ func (w *world) cutLane(n int, silent bool) {
 // notice has a side learn that a lane is cut, if it can.
 func (p *party) notice(n int) bool {
 	l := &p.lanes[n]
-	if !l.open || !l.cut || l.cutAt > 0 && int(p.m.LaneStalled(p.w.now)) != n+1 && (l.claim == nil || p.w.now < l.cutAt+2*laneStall) {
+	if !l.open || !l.cut || l.cutAt > 0 && int(p.m.LaneStalled(p.w.now)) != n+1 && (l.claim == nil || p.w.now < l.cutAt+2*p.m.LanePatience(1)) {
 		return false
 	}
 	p.w.tracef("%v learns that lane %d is cut", p.name(), n)
@@ -425,7 +425,7 @@ func TestALaneThatIsLostLeavesTimeToSendItsChunksAgain(t *testing.T) {
 	for _, tc := range []struct {
 		idle, chunk int
 		want        Instant
-	}{{30, mib, 10 * second}, {30, 4 * mib, 15 * second}, {6, 1, 3 * second}, {600, 4 * mib, 25 * second}} {
+	}{{30, 1 << 20, 10 * second}, {30, 4 << 20, 15 * second}, {6, 1, 3 * second}, {600, 4 << 20, 25 * second}} {
 		limits := Limits{ChunkIdle: Instant(tc.idle) * second}
 		cli, srv := pair(t, limits)
 		require.Equal(t, tc.want, srv.LanePatience(tc.chunk))

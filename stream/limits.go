@@ -4,12 +4,9 @@ import "github.com/tensorferry/tensorferry/terms"
 
 const (
 	kib         = 1 << 10
-	mib         = 1 << 20
 	second      = terms.Second
 	millisecond = terms.Millisecond
-)
 
-const (
 	// pendingControl limits the answers that wait because the peer does not read, and
 	// pendingBytes their texts.
 	pendingControl = 2048
@@ -24,10 +21,6 @@ const (
 	// together. When a lane breaks, at most that many are sent again, in addition to those
 	// in flight.
 	laneRetain = 64
-	// laneStall, plus the same for each MiB of a chunk, is how long a lane may take for an
-	// acknowledgement that is due within lazyAck. A route that lost chunks takes longer; a
-	// busy machine or a line of 1 Mbit/s does not.
-	laneStall = 5 * second
 	// tickEvery is how often the slow timers are checked at least while calls are open.
 	tickEvery = 1 * second
 	// lateFrames is how long a session without calls still expects late frames of ended

@@ -23,9 +23,6 @@ type (
 	Stats = terms.Stats
 )
 
-// DefaultLimits returns the default limits of a session.
-func DefaultLimits() Limits { return terms.DefaultLimits() }
-
 // Machine is one side of a session. It belongs to one goroutine at a time.
 type Machine struct {
 	shared

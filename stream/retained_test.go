@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/recent"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // number names the i-th of a kind.
@@ -37,7 +38,7 @@ func heap() int64 {
 // What a peer says that reads nothing of the answers is kept within a bound, whatever
 // it says, until the session ends.
 func TestWhatAPeerSaysAndDoesNotReadIsKeptWithinABound(t *testing.T) {
-	most := int64(DefaultLimits().RetainedBytes()) + pendingControl*640 + pendingBytes + 256<<10
+	most := int64(terms.DefaultLimits().RetainedBytes()) + pendingControl*640 + pendingBytes + 256<<10
 	name := strings.Repeat(`"`, frame.NameBytes) // twice as long when it is quoted
 	sound := func(id, call tensor.ID) frame.Desc {
 		d := bytesDesc(id, call, frame.AllowanceChunks, 1)
@@ -162,7 +163,7 @@ func TestCallsThatSayMuchAreRefusedAtTheBoundAndTakenAgainAfter(t *testing.T) {
 
 // A tensor of a put for which nothing more can be retained fails alone, and may come again.
 func TestATensorOfAPutIsRefusedAtTheBoundOfWhatIsRetained(t *testing.T) {
-	m := New(Config{Server: true, Stores: true, StoredBytes: mib}, 0)
+	m := New(Config{Server: true, Stores: true, StoredBytes: 1 << 20}, 0)
 	require.NoError(t, m.Control(0, &frame.Frame{
 		Hello: &frame.Hello{Version: frame.Version, Session: tensor.ID{1}, Checksum: 1}, Calls: []frame.Call{{ID: number('c', 0), Put: new(frame.Put)}},
 	}))

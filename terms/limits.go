@@ -28,6 +28,11 @@ var Retained = frame.Sizes{Binding: 32, Entry: 96, Selection: 1 * kib, Range: 16
 // acknowledgements, and as many again.
 const HeldCalls = 4
 
+// laneStall, plus the same for each MiB of a chunk, is how long a lane may take for an
+// acknowledgement that is due within lazyAck of internal/flow. A route that lost chunks takes
+// longer; a busy machine or a line of 1 Mbit/s does not.
+const laneStall = 5 * Second
+
 // Instant is a time in nanoseconds since a fixed point that the caller chooses.
 type Instant int64
 

@@ -71,6 +71,16 @@ func (c *Config) Hello(lanes bool) *frame.Hello {
 	return h
 }
 
+// LanePatience returns how long a lane may take for n bytes of a chunk and their
+// acknowledgement, if the peer's hello says that it waits told milliseconds for a chunk.
+func (c *Config) LanePatience(told uint32, n int) Instant {
+	idle := c.Limits.ChunkIdle
+	if !c.Server && told > 0 {
+		idle = Instant(told) * Millisecond
+	}
+	return min(laneStall*Instant(1+n/mib), idle/2)
+}
+
 // Accept checks the peer's hello, and returns the parts of it that bind this side, and the
 // codec in which this side sends. On a server it sets Session and Check.
 func (c *Config) Accept(h *frame.Hello) (peer frame.Hello, code codec.Codec, bad *frame.Error) {

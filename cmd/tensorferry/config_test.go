@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/stretchr/testify/require"
 
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // configured is what serve makes of arguments, an environment and a file.
@@ -167,7 +167,7 @@ func TestEverySettingHasAHelpText(t *testing.T) {
 	for _, name := range settings(flags) {
 		require.NotEmpty(t, flags.Lookup(name).Usage, name)
 	}
-	require.Equal(t, stream.DefaultLimits(), c.server.Session, "what serve shows as default is the default")
+	require.Equal(t, terms.DefaultLimits(), c.server.Session, "what serve shows as default is the default")
 }
 
 // TestTheVariablesOfAKubernetesServiceAreIgnored has what Kubernetes makes for the Services

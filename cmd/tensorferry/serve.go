@@ -31,7 +31,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 const (
@@ -120,7 +120,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
 	durationVar(f, &c.drain, "drain", server.DefaultDrainWait, 0, "how long a stopping server waits for open calls")
 
-	d := stream.DefaultLimits()
+	d := terms.DefaultLimits()
 	sizeVar(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
 	sizeVar(f, &c.server.Session.ChunkBytes, "max-chunk", d.ChunkBytes, 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
 	sizeVar(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session may send without credit")

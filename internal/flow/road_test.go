@@ -32,7 +32,7 @@ func TestALaneIsLateThatMakesNoProgress(t *testing.T) {
 	o.Desc.RetainChunks, o.Desc.ChunkBytes = 4, 1
 	s.Start(o, true, 0)
 	s.Laned = true
-	patience := func(n int) terms.Instant { return 10 * terms.Instant(n) }
+	const patience = 10
 	for i, lane := range []uint8{1, 2, 1, 2} {
 		_, _, held := s.Next(terms.Instant(i), new(frame.Chunk), lane)
 		held.Release()

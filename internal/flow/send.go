@@ -129,12 +129,12 @@ func (s *Sender) Lose(t *Out, lane uint8) {
 
 // Late returns a lane that has made no progress with a chunk of a tensor for longer than
 // patience, or 0.
-func (s *Sender) Late(now terms.Instant, t *Out, patience func(n int) terms.Instant) uint8 {
+func (s *Sender) Late(now terms.Instant, t *Out, patience terms.Instant) uint8 {
 	if len(t.laned) == 0 || t.Desc.RetainChunks == 0 { // no acknowledgement is due
 		return 0
 	}
 	for _, p := range t.laned {
-		if now >= max(p.since, s.moved[p.lane])+patience(int(t.Desc.ChunkBytes)) {
+		if now >= max(p.since, s.moved[p.lane])+patience {
 			return p.lane
 		}
 	}

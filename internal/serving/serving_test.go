@@ -15,15 +15,15 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // newCore returns a core without models, of which so much may be open.
 func newCore(t *testing.T, open int) *Core {
 	c := New(Config{
 		Models: engine.NewRegistry(), Pool: testkit.Pool(t), Budget: slab.NewBudget("memory", 1<<20), Log: slog.New(slog.DiscardHandler),
-		Session: stream.DefaultLimits(), Open: [admission.Kinds]int{open, open, open}, Health: func(string, Health) {},
+		Session: terms.DefaultLimits(), Open: [admission.Kinds]int{open, open, open}, Health: func(string, Health) {},
 	})
 	t.Cleanup(func() {
 		c.Close()
