@@ -2,15 +2,19 @@ package client_test
 
 import (
 	"context"
+	"log/slog"
 	"net"
+	"path/filepath"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
@@ -168,4 +172,58 @@ func TestAnAttemptWaitsNoLongerThanItsContext(t *testing.T) {
 	defer c.Close()
 	_, err = c.Info(ctx)
 	require.ErrorIs(t, err, context.Canceled)
+}
+
+func TestTheClientOfAFullServerIsToldToComeBack(t *testing.T) {
+	testkit.Start(t)
+	dir := t.TempDir()
+	_, err := identity.WriteCertificates(dir, nil, "alice")
+	require.NoError(t, err)
+	file := func(name string) string { return filepath.Join(dir, name) }
+	id, err := identity.NewServer(identity.ServerFiles{Cert: file(identity.ServerFile), Key: file(identity.ServerKeyFile)}, slog.New(slog.DiscardHandler))
+	require.NoError(t, err)
+	trusting, _, err := identity.ClientFiles{CA: file(identity.AuthorityFile)}.Credentials()
+	require.NoError(t, err)
+	for name, tc := range map[string]struct {
+		server server.Config
+		client client.Config
+	}{
+		"plain": {},
+		"TLS":   {server.Config{Credentials: id.Credentials()}, client.Config{Credentials: trusting}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			tc.server.Models, tc.server.Connections, tc.server.Log = engine.NewRegistry(), 1, slog.New(slog.DiscardHandler)
+			s, err := server.New(tc.server)
+			require.NoError(t, err)
+			defer s.Close()
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			served := goServe(s, l)
+			dial := func() *client.Client {
+				c, err := client.Dial(l.Addr().String(), tc.client)
+				require.NoError(t, err)
+				return c
+			}
+			first := dial()
+			_, err = first.Info(t.Context())
+			require.NoError(t, err)
+			second := dial()
+			defer second.Close()
+			for range 3 {
+				_, err = second.Info(t.Context())
+				var e *client.Error
+				require.ErrorAs(t, err, &e)
+				require.Equal(t, codes.Unavailable, e.Code)
+				require.Contains(t, e.Message, "overload: all 1 connections that the server takes are open")
+				require.True(t, e.Retryable())
+				require.Positive(t, e.RetryAfter)
+				_, err = second.Session(t.Context())
+				require.ErrorContains(t, err, "overload")
+			}
+			require.NoError(t, first.Close())
+			testkit.Eventually(t, func() bool { _, err := second.Info(t.Context()); return err == nil }, "room")
+			s.Close()
+			require.NoError(t, <-served)
+		})
+	}
 }

@@ -54,7 +54,6 @@ type Error struct {
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 
 	until error // what ended the wait for another attempt, if anything
-	ends  bool  // what listens ended the connection before it said what it is: a server may be ending
 }
 
 // Error returns the cause, or else code and message.
@@ -86,7 +85,7 @@ func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error(
 func (e *Error) Retryable() bool {
 	switch e.Code {
 	case codes.Unavailable:
-		return !errors.Is(e.Cause, ErrHostNotFound) && (e.ends || !errors.Is(e.Cause, ErrNotServer))
+		return !errors.Is(e.Cause, ErrHostNotFound) && !errors.Is(e.Cause, ErrNotServer)
 	case codes.DeadlineExceeded:
 		return errors.Is(e.Cause, ErrNoAnswer)
 	case codes.Aborted, codes.DataLoss:
@@ -193,10 +192,11 @@ func (c *Client) sessionError(err error) *Error {
 	}
 	away, says := e.Code == codes.Unavailable, func(text string) bool { return strings.Contains(e.Message, text) }
 	switch {
+	case away && says(noPreface) && (says(noPreface+": EOF") || says("connection reset by peer") || says("broken pipe")):
+		e.Cause = fmt.Errorf("%w: %s ends connections at once: an overloaded server does, one that is ending, or another kind of server", ErrNoConnection, c.target)
 	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
 		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // an older server says that
 		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.target)
-		e.ends = says(noPreface+": EOF") || says("connection reset by peer") || says("broken pipe")
 	case away && says(unsecured):
 		_, why, _ := strings.Cut(e.Message, unsecured)
 		e.Message = strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)

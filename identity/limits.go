@@ -11,7 +11,7 @@ const (
 	mostToken  = 4096
 	// lookEvery is the minimum time between two checks of the files.
 	lookEvery = time.Second
-	// A client that does not speak TLS is told so. goodbye and goodbyeFrames limit the time
+	// A client that does not speak TLS, or for which there is no room, is told so. goodbye and goodbyeFrames limit the time
 	// and the number of frames that this may take; goodbyeBytes limits the size of a frame
 	// and of what is read after the client's first RPC.
 	goodbye       = time.Second

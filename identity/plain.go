@@ -2,8 +2,10 @@ package identity
 
 import (
 	"bytes"
+	"encoding/base64"
 	"io"
 	"net"
+	"strconv"
 	"strings"
 	"time"
 
@@ -11,9 +13,19 @@ import (
 	"golang.org/x/net/http2/hpack"
 )
 
-// refusePlain answers the first RPC of a client that speaks HTTP/2 without TLS, which could
-// not interpret a TLS alert. read is what was already read after the client's preface.
-func refusePlain(conn net.Conn, read string) {
+// Refuse answers the RPCs of a client, for a second, with a status, whose code and text it copies, like its
+// details, which are a google.rpc.Status or nothing. The caller closes the connection.
+func Refuse(conn net.Conn, code uint32, text string, details []byte) {
+	_ = conn.SetDeadline(time.Now().Add(goodbye))
+	preface := make([]byte, len(http2.ClientPreface))
+	if _, err := io.ReadFull(conn, preface); err == nil && string(preface) == http2.ClientPreface {
+		refuse(conn, "", code, text, details)
+	}
+}
+
+// refuse is Refuse after the client's preface, and after what was read behind it. A client that
+// speaks HTTP/2 without TLS could not interpret an alert of TLS.
+func refuse(conn net.Conn, read string, code uint32, text string, details []byte) {
 	_ = conn.SetDeadline(time.Now().Add(goodbye))
 	f := http2.NewFramer(conn, io.MultiReader(strings.NewReader(read), conn))
 	f.SetMaxReadFrameSize(goodbyeBytes)
@@ -33,15 +45,14 @@ func refusePlain(conn net.Conn, read string) {
 		case *http2.HeadersFrame:
 			var fields bytes.Buffer
 			h := hpack.NewEncoder(&fields)
-			for _, field := range [][2]string{ // grpc-status 16 is UNAUTHENTICATED
-				{":status", "200"}, {"content-type", "application/grpc"},
-				{"grpc-status", "16"}, {"grpc-message", "the server speaks TLS only; connect with the certificate of its authority"},
+			for _, field := range [][2]string{
+				{":status", "200"}, {"content-type", "application/grpc"}, {"grpc-status", strconv.Itoa(int(code))}, {"grpc-message", text},
+				{"grpc-status-details-bin", base64.RawStdEncoding.EncodeToString(details)},
 			} {
 				_ = h.WriteField(hpack.HeaderField{Name: field[0], Value: field[1]}) // writing to a buffer does not fail
 			}
 			_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: frame.StreamID, BlockFragment: fields.Bytes(), EndHeaders: true, EndStream: true})
-			_, _ = io.CopyN(io.Discard, conn, goodbyeBytes) // closing with unread bytes would lose the text
-			return
 		}
 	}
+	_, _ = io.CopyN(io.Discard, conn, goodbyeBytes) // closing with unread bytes would lose the text
 }

@@ -355,7 +355,8 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	<-s.cores
 	if err != nil {
 		if after, plain := strings.CutPrefix(string(h.first), http2.ClientPreface); plain {
-			refusePlain(raw, after)
+			const unauthenticated = 16
+			refuse(raw, after, unauthenticated, "the server speaks TLS only; connect with the certificate of its authority", nil)
 			err = errors.New("identity: the client does not speak TLS")
 		}
 		return nil, nil, err

@@ -69,7 +69,7 @@ var shownBy = map[string][]string{
 	"entry_key_bytes":          {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"entry_value_bytes":        {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
 	"entries_bytes":            {"TestLimitsOfADescAreReachedAndNotPassed", "TestABrokenRuleOfACallFailsThatCallAloneWithTheRightCode", "TestABadTensorOfAPushFailsAloneAndSaysWhy"},
-	"connections":              {"TestOneConnectionTooManyIsClosedAndTheOthersAreServed"},
+	"connections":              {"TestOneConnectionTooManyIsToldSoAndTheOthersAreServed"},
 	"thin_frames_per_second":   {"TestThinFramesComeAtTheRateOfTheirConnection"},
 	"streams_per_connection":   {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},
 	"header_list_bytes":        {"TestLimitsOfAConnectionAreThoseOfTheConfig", "TestTheServersSettingsTellItsLimits"},

@@ -156,7 +156,7 @@ func New(cfg Config) (*Server, error) {
 		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
 	}
 	s.conns = conns.New(conns.Config{
-		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes,
+		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes, Full: full(cfg.Connections),
 	})
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, PrincipalOf: Principal, Session: cfg.Session, MemoryWait: cfg.MemoryWait,

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net"
 	"strings"
 	"time"
 
@@ -11,10 +12,12 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -30,6 +33,13 @@ var (
 	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
 	errReceived = serving.TryLater(frame.ResourceExhausted, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
+
+// full tells the client of a connection beyond the limit so.
+func full(most int) func(net.Conn) {
+	st := status.Convert(statusOf(serving.TryLater(frame.Unavailable, "overload: all %d connections that the server takes are open; try again later", most)))
+	details, _ := proto.Marshal(st.Proto()) // it is a valid message
+	return func(conn net.Conn) { identity.Refuse(conn, uint32(st.Code()), st.Message(), details) }
+}
 
 // errNotReceived ends an RPC of which no message, or none more, is received.
 func errNotReceived(why error, method string) error {

@@ -29,6 +29,7 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/terms"
@@ -47,6 +48,10 @@ const (
 	storeShare  = 4
 	evictLRU    = ",evict=lru" // may follow storeMemory, and its size
 	logJSON     = "json"       // of --log-format
+	// keptDescriptors are not for connections, or a quarter of all if that is more: metrics and
+	// probes have 64 connections each, 32 more are refused at a time, and the rest is for the
+	// files of the store and the processes of models.
+	keptDescriptors = 256
 	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
 	// tensors. Each takes whole pages, so a size with a forgotten unit would hold none.
 	leastStore = 1 << 20
@@ -329,6 +334,10 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 		return err
 	}
 	cfg, registry := c.server, metrics.NewRegistry()
+	if most := connectionsOf(proc.MostDescriptors()); cfg.Connections > most {
+		log.Warn("--max-connections is more than the descriptors allow: raise the hard limit (ulimit -Hn, LimitNOFILE)", slog.Int("set", cfg.Connections), slog.Int("used", most))
+		cfg.Connections = most
+	}
 	cfg.Version, cfg.Models, cfg.Pool, cfg.Budget = version, e.models, e.host.Pool(), e.host.Budget()
 	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, cmp.Or(c.lanes, -1)
 	if id != nil {
@@ -391,6 +400,11 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	log.Info("stopped", slog.Bool("drained", true))
 	return <-served
+}
+
+// connectionsOf returns how many connections so many descriptors allow, beside what else needs some.
+func connectionsOf(descriptors int) int {
+	return descriptors - max(descriptors/4, min(keptDescriptors, descriptors/2))
 }
 
 // dropIn is a service for the clients of another system.

@@ -343,6 +343,37 @@ func (f *failing) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
+func TestConnectionsFollowTheDescriptors(t *testing.T) {
+	for descriptors, want := range map[int]int{64: 32, 256: 128, 1024: 768, 4096: 3072, 65536: 49152} {
+		require.Equal(t, want, connectionsOf(descriptors), "%d", descriptors)
+	}
+	testkit.Start(t)
+	o := &operated{t: t, cmd: program(t, "sh", "-c", "ulimit -n 256; exec tensorferry serve --listen 127.0.0.1:0 --metrics 127.0.0.1:0")}
+	o.cmd.Stderr = o
+	require.NoError(t, o.cmd.Start())
+	m := o.says(`level=WARN msg="--max-connections is more than the descriptors allow: .*" set=1024 used=128\n(?s:.*)msg=listening address=(\S+) metrics=(\S+)`)
+	o.address, o.metrics = m[1], m[2]
+	var idle []net.Conn
+	for range 300 {
+		c, err := net.Dial("tcp", o.address)
+		require.NoError(t, err)
+		idle = append(idle, c)
+	}
+	require.Equal(t, "serving\n", o.get("/healthz", 200))
+	testkit.Eventually(t, func() bool { // when those before it have been refused
+		cl, err := client.Dial(o.address, client.Config{})
+		require.NoError(t, err)
+		defer cl.Close()
+		_, err = cl.Info(t.Context())
+		return err != nil && strings.Contains(err.Error(), "overload: all 128 connections")
+	}, "a refusal")
+	for _, c := range idle {
+		require.NoError(t, c.Close())
+	}
+	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
+	require.Zero(t, o.ends(), o.said())
+}
+
 func TestProbesNeedNeitherTLSNorAToken(t *testing.T) {
 	testkit.Start(t)
 	dir := t.TempDir()

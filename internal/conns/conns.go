@@ -33,6 +33,7 @@ type Config struct {
 	ThinFrames  int             // small frames per second and connection
 	Memory      *inbound.Memory // charged for what peers have sent and nothing has consumed
 	Lanes       int             // how many a session may have at a time
+	Full        func(net.Conn)  // tells the client of a secured connection that there is no room for it
 }
 
 // Set is a server's connections. As a stats.Handler, but for its HandleRPC, it learns when a
@@ -44,11 +45,13 @@ type Set struct {
 	lanes                             lane.Offers
 	lanesRefused, handshakesFailed    atomic.Int64
 	refused, noLane, unread, unshaken admission.LogSampler
+	unaccepted                        admission.LogSampler
 	loud                              admission.LogSampler // connections closed for what their peers sent
 
 	mu       sync.Mutex // guards all below
 	open     map[*Conn]struct{}
 	accepted int
+	refusing int         // connections beyond the limit, whose clients are being told
 	laned    map[any]int // lanes by owner
 }
 
@@ -139,9 +142,12 @@ func (c *rpcsContext) AfterFunc(f func()) (stop func() bool) {
 // connKey is the context key of the *Conn.
 type connKey struct{}
 
+// errFull ends a connection beyond the limit.
+var errFull = errors.New("conns: the limit of connections is reached")
+
 // listener returns connections whose address leads back to them: gRPC exposes nothing else
-// of a connection. Connections beyond the limit are closed at once, rather than left in the
-// system's queue, where they would wait without knowing why.
+// of a connection. Connections beyond the limit are refused, rather than left in the system's
+// queue, where they would wait without knowing why.
 type listener struct {
 	net.Listener
 	of *Set
@@ -154,6 +160,7 @@ type acceptedConn struct {
 	lane.Batch
 	one    *Conn
 	closed func()      // once
+	beyond bool        // the limit
 	lane   atomic.Bool // ignore gRPC's deadlines: it clears them late
 }
 
@@ -188,32 +195,45 @@ func (l listener) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
 		if err != nil {
+			if n, due := l.of.unaccepted.Again(); due && !errors.Is(err, net.ErrClosed) {
+				l.of.cfg.Log.Warn("connections cannot be accepted", slog.String("reason", err.Error()), slog.Int64("failed", n))
+			}
 			return nil, err
 		}
-		if l.of.enter() {
-			one := l.of.one()
-			return &acceptedConn{Batch: lane.Batch{Conn: c}, one: one, closed: sync.OnceFunc(func() { l.of.leave(one) })}, nil
+		one := l.of.one()
+		beyond, ok := l.of.enter()
+		if ok {
+			return &acceptedConn{Batch: lane.Batch{Conn: c}, one: one, beyond: beyond, closed: sync.OnceFunc(func() { l.of.leave(one, beyond) })}, nil
 		}
 		_ = c.Close() // the peer notices
 	}
 }
 
-func (s *Set) enter() bool {
+// enter counts a connection, unless there are too many beyond the limit, too.
+func (s *Set) enter() (beyond, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.accepted >= s.cfg.Connections {
 		if n, due := s.refused.Again(); due {
 			s.cfg.Log.Warn("connections refused: the limit is reached", slog.Int("limit", s.cfg.Connections), slog.Int64("refused", n))
 		}
-		return false
+		if s.refusing >= refusals {
+			return true, false
+		}
+		s.refusing++
+		return true, true
 	}
 	s.accepted++
-	return true
+	return false, true
 }
 
-func (s *Set) leave(one *Conn) {
+func (s *Set) leave(one *Conn, beyond bool) {
 	s.mu.Lock()
-	s.accepted--
+	if beyond {
+		s.refusing--
+	} else {
+		s.accepted--
+	}
 	if one.owner != nil {
 		if s.laned[one.owner]--; s.laned[one.owner] == 0 {
 			delete(s.laned, one.owner)
@@ -250,6 +270,10 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 			h.of.cfg.Log.Info("handshake failed", slog.String("peer", accepted.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("failed", n))
 		}
 		return nil, nil, err
+	}
+	if accepted.beyond {
+		h.of.cfg.Full(conn)
+		return nil, nil, errFull
 	}
 	if h.lanes {
 		if conn, err = h.of.withoutLane(&greeter{conn, info, accepted}); err != nil {

@@ -8,6 +8,8 @@ import (
 	"io"
 	"net"
 	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,23 +26,75 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-func TestOneConnectionTooManyIsClosedAndTheOthersAreServed(t *testing.T) {
+func TestOneConnectionTooManyIsToldSoAndTheOthersAreServed(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {
-		f := serve(t, func(c *Config, _ *fixture) { c.Connections = 2 })
+		var hold atomic.Bool
+		released := make(chan struct{})
+		f := serve(t, func(c *Config, _ *fixture) {
+			c.Connections = 2
+			c.Full = func(conn net.Conn) {
+				if hold.Load() {
+					<-released
+				}
+				_, _ = io.WriteString(conn, "full")
+			}
+		})
 		conn := f.client(t)
 		require.NoError(t, echo(t, conn, []byte("a")))
 		second := f.dial(t)
 		f.accepts(t, 2)
 		for range 5 {
-			require.Empty(t, ends(t, f.dial(t)), "closed, without a byte")
+			require.Equal(t, "full", ends(t, f.dial(t)))
 		}
 		require.NoError(t, echo(t, conn, []byte("b")), "who is there is served")
 		require.Equal(t, 3, f.lines("connections refused: the limit is reached"), "the first, the second and the fourth")
 		require.Equal(t, 1, f.lines("limit=2 refused=4"))
+		hold.Store(true)
+		var told []net.Conn
+		for range refusals {
+			told = append(told, f.dial(t))
+		}
+		synctest.Wait()
+		require.Empty(t, ends(t, f.dial(t)), "closed, without a byte, while so many are being told")
+		close(released)
+		for _, c := range told {
+			require.Equal(t, "full", ends(t, c))
+		}
+		synctest.Wait()
+		require.Zero(t, f.refusing)
 		require.NoError(t, second.Close()) // makes room for one
 		f.accepts(t, 1)
 		require.NoError(t, echo(t, f.client(t), []byte("c")))
+	})
+}
+
+// exhausted is a listener of a process without descriptors, at first.
+type exhausted struct {
+	net.Listener
+	left *int
+}
+
+func (e exhausted) Accept() (net.Conn, error) {
+	if *e.left--; *e.left >= 0 {
+		return nil, &net.OpError{Op: "accept", Err: syscall.EMFILE}
+	}
+	return nil, net.ErrClosed
+}
+
+func TestConnectionsThatCannotBeAcceptedAreLogged(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		require.NoError(t, echo(t, f.client(t), []byte("a")), "it serves")
+		left := 5
+		l := f.Listener(exhausted{nil, &left})
+		for range 7 {
+			_, err := l.Accept()
+			require.Error(t, err)
+		}
+		require.Equal(t, 3, f.lines("connections cannot be accepted"), "the first, the second and the fourth")
+		require.Equal(t, 3, f.lines("too many open files"))
 	})
 }
 

@@ -59,7 +59,7 @@ func serve(t *testing.T, change func(*Config, *fixture)) *fixture {
 	f := &fixture{memory: inbound.NewMemory(32*mib, message), creds: insecure.NewCredentials()}
 	cfg := Config{
 		Log:         slog.New(slog.NewTextHandler(f, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Connections: 100, ThinFrames: 1 << 30, Memory: f.memory, Lanes: 4,
+		Connections: 100, ThinFrames: 1 << 30, Memory: f.memory, Lanes: 4, Full: func(net.Conn) {},
 	}
 	if change != nil {
 		change(&cfg, f)

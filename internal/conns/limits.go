@@ -18,6 +18,9 @@ const (
 	// thinDebt is how far a connection may exceed its rate before it waits: a timer for
 	// each frame would cost more than the frame.
 	thinDebt = 5 * time.Millisecond
+	// refusals is how many connections beyond the limit may be told so at a time; more are
+	// closed at once. It is a burst of clients that come back, and each takes a descriptor.
+	refusals = 32
 	// lanesShare: a lane is opened while at most 1/lanesShare of all connections are open,
 	// so that lanes keep no client out.
 	lanesShare = 2

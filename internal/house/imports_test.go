@@ -79,7 +79,7 @@ var layers = map[string][]string{
 	"internal/guard":   {"internal/admission"},
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 
 	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/torchsave", "server", "tensor"},
 	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/elements", "internal/proc", "server", "tensor"},

@@ -3,6 +3,7 @@ package proc
 import (
 	"bytes"
 	"fmt"
+	"math"
 	"os"
 	"strings"
 
@@ -36,6 +37,16 @@ func Deleted(pid int, suffix string) (int, error) {
 func Descriptors() (int, error) {
 	list, err := os.ReadDir("/proc/self/fd")
 	return len(list), err
+}
+
+// MostDescriptors returns how many this process may have. Go has raised its limit to the hard one.
+func MostDescriptors() int {
+	if p, err := procfs.Self(); err == nil {
+		if l, err := p.Limits(); err == nil && l.OpenFiles < math.MaxInt {
+			return int(l.OpenFiles)
+		}
+	}
+	return math.MaxInt
 }
 
 // Field returns the value of the first "name : value" line of a file of /proc.
