@@ -1,12 +1,17 @@
 package store
 
 import (
+	"context"
+	"errors"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/store/generate"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -39,6 +44,37 @@ func TestAGeneratorGivesViewsOfWhatItWasAskedFor(t *testing.T) {
 	require.Equal(t, bytesAt(0, 4, tensor.Float32, 0, generate.FillNormal), data)
 	held.Release()
 	scalar.Release()
+}
+
+func TestGeneratedTensorsTakeTurns(t *testing.T) {
+	for range max(1, runtime.GOMAXPROCS(0)-1) {
+		var others background.Turn
+		require.NoError(t, others.Work(t.Context()))
+		defer others.End()
+	}
+	r, err := Generator()(t.Context(), map[string]string{"shape": "1000,1000"})
+	require.NoError(t, err)
+	defer r.Release()
+	_, held, err := r.View(t.Context(), 0, generatedBytes)
+	require.NoError(t, err, "what takes no time waits for nobody")
+	held.Release()
+	ctx, leave := context.WithCancelCause(t.Context())
+	gone := errors.New("gone")
+	time.AfterFunc(time.Millisecond, func() { leave(gone) })
+	_, _, err = r.View(ctx, 0, generatedBytes+1)
+	require.ErrorIs(t, err, gone)
+}
+
+func TestAGeneratedTensorIsTheSameInViewsOfAnySize(t *testing.T) {
+	r, err := Generator()(t.Context(), map[string]string{"shape": "100000", "dtype": "complex64", "seed": "3"})
+	require.NoError(t, err)
+	defer r.Release()
+	for _, n := range []int64{generatedBytes - 1, generatedBytes, generatedBytes + 1, 3*generatedBytes + 5} {
+		data, held, err := r.View(t.Context(), 7, n)
+		require.NoError(t, err)
+		require.True(t, string(bytesAt(7, int(n), tensor.Complex64, 3, generate.FillNormal)) == string(data), n)
+		held.Release()
+	}
 }
 
 func TestAGeneratorSaysWhichParameterIsWrong(t *testing.T) {

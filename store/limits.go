@@ -46,6 +46,9 @@ const (
 	// generatorCache is how many bytes a Generator keeps for its next views: a few chunks
 	// of a few pulls.
 	generatorCache = 16 * mib
+	// generatedBytes of a view are made at a time, in less than a millisecond: a view of no more
+	// takes no turn.
+	generatedBytes = 64 << 10
 	// viewBytes is how many bytes of released views a Folder keeps for reuse: two chunks
 	// each of several pulls.
 	viewBytes = 32 * mib

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store/generate"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -148,6 +149,18 @@ func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, e
 	if err != nil {
 		return nil, nil, fmt.Errorf("store: generated tensor: %w", err)
 	}
-	generate.Bytes(s.Bytes(), off, g.desc.DType, g.seed, g.fill)
+	var turn background.Turn
+	defer turn.End()
+	for part := range slices.Chunk(s.Bytes(), generatedBytes) {
+		if n > generatedBytes {
+			err = turn.Work(ctx)
+		}
+		if err != nil {
+			s.Release()
+			return nil, nil, err
+		}
+		generate.Bytes(part, off, g.desc.DType, g.seed, g.fill)
+		off += int64(len(part))
+	}
 	return s.Bytes(), s, nil
 }

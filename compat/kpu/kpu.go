@@ -70,7 +70,7 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 	bytes := 0
 	ctx, fail := context.WithCancelCause(stream.Context())
 	defer fail(nil)
-	r := s.receiver(fail, func(id string) sink {
+	r := s.receiver(ctx, fail, func(id string) sink {
 		var put *server.Transfer
 		return sink{
 			open: func(d tensor.Desc) (err error) {
@@ -154,7 +154,11 @@ var integer = regexp.MustCompile(`^\s*([+-]?\d+(?:_\d+)*)\s*$`)
 
 // shapeOf returns the shape that a request asks for: 10 by 10 if what it says is not integers.
 func shapeOf(params map[string]string) (shape string, err error) {
+	rank := 0
 	for dim := range strings.SplitSeq(params["shape"], ",") {
+		if rank++; rank > tensor.MaxRank { // a message has room for millions
+			return "", frame.Errorf(frame.InvalidArgument, "shape: more than %d dimensions", tensor.MaxRank)
+		}
 		text := integer.FindStringSubmatch(dim)
 		if text == nil {
 			return "10,10", nil

@@ -5,9 +5,11 @@ import (
 	"errors"
 	"io"
 	"math"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
@@ -16,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -38,6 +41,44 @@ func TestTensorsComeBackAndAreStoredWhateverTheirSize(t *testing.T) {
 		require.True(t, proto.Equal(&pb.TensorResponse{Success: true, Message: "Received 1 tensor(s)", ReceivedTensorIds: []string{"a"}}, resp), "%v", resp)
 		same(t, x, f.storedAs(t, "kpu/a"))
 	}
+}
+
+func TestLargeChunksTakeTurnsAndSmallOnesDoNot(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	turns := make([]background.Turn, max(1, runtime.GOMAXPROCS(0)-1))
+	for i := range turns {
+		require.NoError(t, turns[i].Work(t.Context()))
+	}
+	small, large := floats(t, 7500), chunksOf("a", fileOf(t, floats(t, mib)), mib)
+	got, err := f.exchanged(t, chunksOf("b", fileOf(t, small), mib)...)
+	require.NoError(t, err)
+	same(t, small, got[0].Tensor)
+	_, err = f.uploaded(t, chunksOf("b", fileOf(t, small), mib)...)
+	require.NoError(t, err)
+
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	s, err := f.client.ReceiveTensors(ctx)
+	require.NoError(t, err)
+	require.NoError(t, s.Send(large[0]))
+	_, err = s.CloseAndRecv()
+	require.Equal(t, codes.DeadlineExceeded, status.Code(err), "it waits while others have all turns")
+	for i := range turns {
+		turns[i].End()
+	}
+	_, err = f.uploaded(t, large...)
+	require.NoError(t, err)
+}
+
+func TestAShapeOfMillionsOfDimensionsIsRefusedAtOnce(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, nil)
+	s, err := f.client.SendTensors(t.Context(), &pb.TensorRequest{Parameters: map[string]string{"shape": strings.Repeat("1,", 1<<20) + "1"}})
+	require.NoError(t, err)
+	_, err = s.Recv()
+	require.Equal(t, codes.InvalidArgument, status.Code(err))
+	require.Contains(t, status.Convert(err).Message(), "32 dimensions")
 }
 
 func TestAResultHasTheMetadataOfTheContract(t *testing.T) {

@@ -9,6 +9,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -24,6 +25,8 @@ type sink struct {
 // receiver reassembles the tensors of an RPC. It belongs to one goroutine.
 type receiver struct {
 	*service
+	ctx    context.Context
+	turn   background.Turn         // of what it computes
 	fail   context.CancelCauseFunc // ends the RPC
 	begin  func(id string) sink
 	open   map[string]*incoming
@@ -42,8 +45,8 @@ type incoming struct {
 	filled      int           // bytes of it
 }
 
-func (s *service) receiver(fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
-	return &receiver{service: s, fail: fail, begin: begin, open: make(map[string]*incoming)}
+func (s *service) receiver(ctx context.Context, fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
+	return &receiver{service: s, ctx: ctx, fail: fail, begin: begin, open: make(map[string]*incoming)}
 }
 
 // receive receives until the client has nothing more to send, and then drops incomplete tensors.
@@ -62,6 +65,7 @@ func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
 		c, err = recv()
 		if silent.Stop(); err == nil {
 			err = r.chunk(c.GetTensorId(), c)
+			r.turn.End()
 		}
 	}
 	for id, t := range r.open {
@@ -75,6 +79,7 @@ func (r *receiver) receive(recv func() (*pb.TensorChunk, error)) (err error) {
 
 // end ends a tensor, and returns what the client is told.
 func (r *receiver) end(id string, t *incoming, err error) error {
+	r.turn.End() // the sink's may wait
 	delete(r.open, id)
 	r.chunks -= int64(t.total)
 	for _, b := range t.early {
@@ -88,6 +93,14 @@ func (r *receiver) end(id string, t *incoming, err error) error {
 
 // seed makes sums that nobody foresees.
 var seed = maphash.MakeSeed()
+
+// work takes the turn for n bytes. Few take no longer than the wait for it.
+func (r *receiver) work(n int) error {
+	if n <= freeBytes {
+		return nil
+	}
+	return r.turn.Work(r.ctx)
+}
 
 // chunk takes a chunk, which it borrows.
 func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
@@ -103,6 +116,9 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]server.Buffer), file: torchsave.NewReader(tensorBytes)}
 		r.open[id] = t
 		r.chunks += int64(total)
+	}
+	if err := r.work(len(c.GetData())); err != nil {
+		return err
 	}
 	sum := maphash.Bytes(seed, c.GetData())
 	if was, again := t.sums[n]; again && was != sum {
@@ -137,12 +153,16 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 // read reads the next bytes of the file, which it borrows.
 func (r *receiver) read(t *incoming, p []byte) error {
 	for len(p) > 0 {
+		if err := r.work(len(p)); err != nil {
+			return err
+		}
 		data, rest, err := t.file.Next(p)
 		if err != nil {
 			return refused(err)
 		}
 		if l, known := t.file.Layout(); known && !t.known {
 			if t.known = true; l.Dense() {
+				r.turn.End() // it may wait, and so may write
 				err = t.open(l.Desc)
 			} else {
 				t.window, err = r.models.Buffer(l.Window)
@@ -151,6 +171,7 @@ func (r *receiver) read(t *incoming, p []byte) error {
 		if err == nil && t.window.Slab != nil {
 			t.filled += copy(t.window.Bytes()[t.filled:], data)
 		} else if err == nil && len(data) > 0 {
+			r.turn.End()
 			err = t.write(data)
 		}
 		if p = rest; err != nil {
@@ -175,11 +196,15 @@ func (r *receiver) finish(t *incoming) error {
 		return err
 	}
 	defer b.Free()
+	r.turn.End()
 	err = t.open(l.Desc)
 	for at := int64(0); err == nil && at < size; at += chunkBytes {
 		part := b.Bytes()[:min(size-at, chunkBytes)]
-		l.Gather(part, t.window.Bytes(), at*8/int64(l.DType.Bits()))
-		err = t.write(part)
+		if err = r.work(len(part)); err == nil {
+			l.Gather(part, t.window.Bytes(), at*8/int64(l.DType.Bits()))
+			r.turn.End()
+			err = t.write(part)
+		}
 	}
 	return err
 }

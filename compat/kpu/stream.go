@@ -23,7 +23,6 @@ import (
 type exchange struct {
 	*receiver
 	stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]
-	ctx    context.Context
 	places chan struct{}  // a token for each run
 	live   sync.Map       // from the id of each run to a channel that is closed with it
 	out    chan func()    // each sends a chunk; has room for all that runs have memory for
@@ -36,8 +35,7 @@ type exchange struct {
 func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
 	e := &exchange{stream: stream, places: make(chan struct{}, s.most.open), out: make(chan func(), s.most.open*ringBytes/chunkBytes)}
 	ctx, fail := context.WithCancelCause(stream.Context())
-	e.ctx = ctx
-	e.receiver = s.receiver(fail, func(id string) sink {
+	e.receiver = s.receiver(ctx, fail, func(id string) sink {
 		t := &running{exchange: e, id: id, over: make(chan struct{})}
 		t.wanted, t.stop = context.WithCancelCause(e.ctx)
 		return sink{t.open, t.write, t.end}

@@ -3,12 +3,14 @@ package splitlearn
 import (
 	"bytes"
 	"compress/zlib"
+	"context"
 	"errors"
 	"io"
 	"math"
 	"slices"
 	"sync"
 
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/elements"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -22,13 +24,41 @@ const (
 	deflated // a zlib stream of float32
 )
 
-// holder sets memory aside for what is about to be made.
-type holder func(bytes int64) error
+// maker makes elements for an RPC.
+type maker struct {
+	ctx  context.Context
+	hold func(bytes int64) error // sets memory aside for what is about to be made
+}
+
+// pieces calls step for each piece of so many bytes, in turns with other such work unless there is
+// only one.
+func (m maker) pieces(bytes int, step func(from, to int)) error {
+	var turn background.Turn
+	defer turn.End()
+	for at := 0; at < bytes; at += pieceBytes {
+		if bytes > pieceBytes {
+			if err := turn.Work(m.ctx); err != nil {
+				return err
+			}
+		}
+		step(at, min(at+pieceBytes, bytes))
+	}
+	return nil
+}
+
+// convert writes the elements of src to dst, as elements.Convert does.
+func (m maker) convert(dst []byte, to tensor.DataType, src []byte, from tensor.DataType) error {
+	const unit = 4 // bytes that count for an element
+	w, v := to.Bits()/8, from.Bits()/8
+	return m.pieces(len(src)/v*unit, func(a, b int) {
+		elements.Convert(dst[a/unit*w:b/unit*w], to, src[a/unit*v:b/unit*v], from)
+	})
+}
 
 // decode returns the float32 tensor that a message has, and how it has it. The length alone
 // does not tell: of small tensors, one in a hundred compresses to the length of its float16. An
 // axis of -1 is as long as float32 data says. It shares data, or makes other; errors begin with what.
-func decode(what string, data []byte, dims []int32, hold holder) (t tensor.Tensor, c codec, err error) {
+func decode(what string, data []byte, dims []int32, m maker) (t tensor.Tensor, c codec, err error) {
 	t.DType, t.Data = tensor.Float32, data
 	free := -1
 	for i, d := range dims[:min(len(dims), tensor.MaxRank+1)] {
@@ -48,7 +78,7 @@ func decode(what string, data []byte, dims []int32, hold holder) (t tensor.Tenso
 		return t, c, invalid("%s: %d bytes of float32 do not fit the shape %v", what, length, dims)
 	}
 	if size/inflateMost <= length {
-		if made, err := inflate(data, size, hold); made != nil || err != nil {
+		if made, err := inflate(data, size, m); made != nil || err != nil {
 			t.Data = made
 			return t, deflated, err
 		}
@@ -57,18 +87,17 @@ func decode(what string, data []byte, dims []int32, hold holder) (t tensor.Tenso
 	case size:
 		return t, float32s, nil
 	case size / 2:
-		if err := hold(size); err != nil {
+		if err := m.hold(size); err != nil {
 			return t, c, err
 		}
 		t.Data = make([]byte, size)
-		elements.Convert(t.Data, tensor.Float32, data, tensor.Float16)
-		return t, float16s, nil
+		return t, float16s, m.convert(t.Data, tensor.Float32, data, tensor.Float16)
 	}
 	return t, c, invalid("%s: %d bytes do not match the shape %v: %d bytes as float32, %d as float16, or a zlib stream of float32", what, length, dims, size, size/2)
 }
 
 // inflate returns the size bytes that data is a zlib stream of, or nil if it is none.
-func inflate(data []byte, size int64, hold holder) ([]byte, error) {
+func inflate(data []byte, size int64, m maker) ([]byte, error) {
 	rest, n := bytes.NewReader(data), 0
 	var probe [probeBytes]byte
 	z, err := zlib.NewReader(rest)
@@ -78,11 +107,19 @@ func inflate(data []byte, size int64, hold holder) ([]byte, error) {
 	if err != nil {
 		return nil, nil //nolint:nilerr // it is elements
 	}
-	if err := hold(size); err != nil {
+	if err := m.hold(size); err != nil {
 		return nil, err
 	}
 	made := make([]byte, size)
-	_, err = io.ReadFull(z, made[copy(made, probe[:n]):])
+	more := made[copy(made, probe[:n]):]
+	late := m.pieces(len(more), func(from, to int) {
+		if err == nil {
+			_, err = io.ReadFull(z, more[from:to])
+		}
+	})
+	if late != nil {
+		return nil, late
+	}
 	if err == nil {
 		_, err = io.ReadFull(z, probe[:1]) // which checks the sum
 	}
@@ -94,7 +131,7 @@ func inflate(data []byte, size int64, hold holder) ([]byte, error) {
 
 // encode returns the elements and dimensions of a result as a request had its own. The result is
 // handed over.
-func encode(t tensor.Tensor, c codec, hold holder) (data []byte, dims []int32, err error) {
+func encode(t tensor.Tensor, c codec, m maker) (data []byte, dims []int32, err error) {
 	from, to := t.DType, tensor.Float32
 	if c == float16s {
 		to = tensor.Float16
@@ -108,27 +145,29 @@ func encode(t tensor.Tensor, c codec, hold holder) (data []byte, dims []int32, e
 	if data = t.Data; from != to {
 		n := len(data) * 8 / from.Bits() * to.Bits() / 8
 		if n > len(data) {
-			if err := hold(int64(n)); err != nil {
+			if err := m.hold(int64(n)); err != nil {
 				return nil, nil, err
 			}
 			data = make([]byte, n)
 		}
-		elements.Convert(data, to, t.Data, from)
+		if err := m.convert(data, to, t.Data, from); err != nil {
+			return nil, nil, err
+		}
 		data = data[:n]
 	}
 	if c != deflated {
 		return data, dims, nil
 	}
-	if err := hold(int64(len(data))); err != nil {
+	if err := m.hold(int64(len(data))); err != nil {
 		return nil, nil, err
 	}
 	var b bytes.Buffer
 	z := deflaters.Get().(*zlib.Writer) //nolint:forcetypeassert // as New
 	defer deflaters.Put(z)
 	z.Reset(&b)
-	_, err = z.Write(data)
-	err = errors.Join(err, z.Close()) // a Buffer does not fail
-	z.Reset(io.Discard)               // and is not kept
+	err = m.pieces(len(data), func(from, to int) { _, _ = z.Write(data[from:to]) }) // a Buffer does not fail
+	err = errors.Join(err, z.Close())
+	z.Reset(io.Discard) // and is not kept
 	return b.Bytes(), dims, err
 }
 

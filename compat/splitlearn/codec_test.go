@@ -3,15 +3,18 @@ package splitlearn
 import (
 	"bytes"
 	"compress/zlib"
+	"context"
 	"encoding/binary"
 	"errors"
 	"io"
 	"math"
+	"runtime"
 	"testing"
 	"time"
 
 	"github.com/x448/float16"
 
+	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -38,12 +41,12 @@ func FuzzDecode(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, a, b int32) {
 		before := bytes.Clone(data)
 		var held int64
-		got, c, err := decode("data", data, []int32{a, b}, func(n int64) error {
+		got, c, err := decode("data", data, []int32{a, b}, maker{t.Context(), func(n int64) error {
 			if held += n; n >= inflateMost*int64(len(data)+1) {
 				t.Fatalf("%d bytes for %d", n, len(data))
 			}
 			return nil
-		})
+		}})
 		if !bytes.Equal(before, data) {
 			t.Fatal("it changed what it borrows")
 		}
@@ -63,11 +66,11 @@ func FuzzDecode(f *testing.F) {
 		if c != float32s && held < int64(len(want)) {
 			t.Fatalf("%d bytes held for %d", held, len(want))
 		}
-		back, dims, err := encode(got, c, func(int64) error { return nil })
+		back, dims, err := encode(got, c, maker{t.Context(), func(int64) error { return nil }})
 		if err != nil || len(dims) != 2 {
 			t.Fatal(err)
 		}
-		again, _, err := decode("data", back, dims, func(int64) error { return nil })
+		again, _, err := decode("data", back, dims, maker{t.Context(), func(int64) error { return nil }})
 		if err != nil || c != float16s && !bytes.Equal(again.Data, want) {
 			t.Fatalf("not the same again: %v", err)
 		}
@@ -116,6 +119,48 @@ func slowDecode(data []byte, a, b int64) ([]byte, codec, bool) {
 		return out, float16s, true
 	}
 	return nil, 0, false
+}
+
+func TestLargeMessagesTakeTurnsAndSmallOnesDoNot(t *testing.T) {
+	testkit.Start(t)
+	compress := func(data []byte) []byte {
+		var b bytes.Buffer
+		z := zlib.NewWriter(&b)
+		_, _ = z.Write(data)
+		_ = z.Close()
+		return b.Bytes()
+	}
+	free := maker{t.Context(), func(int64) error { return nil }}
+	gone := errors.New("gone")
+	for n, want := range map[int32]error{pieceBytes / 4: nil, pieceBytes/4 + probeBytes: gone} {
+		float := make([]byte, 4*n)
+		x := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(n)}}, Data: float}
+		for name, work := range map[string]func(m maker) error{
+			"inflate": func(m maker) error { _, _, err := decode("data", compress(float), []int32{n}, m); return err },
+			"widen":   func(m maker) error { _, _, err := decode("data", float[:2*n], []int32{n}, m); return err },
+			"deflate": func(m maker) error { _, _, err := encode(x, deflated, m); return err },
+			"narrow":  func(m maker) error { _, _, err := encode(x, float16s, m); return err },
+		} {
+			if err := work(free); err != nil {
+				t.Fatal(name, err)
+			}
+			ctx, leave := context.WithCancelCause(t.Context())
+			turns := make([]background.Turn, max(1, runtime.GOMAXPROCS(0)-1))
+			for i := range turns {
+				if err := turns[i].Work(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			time.AfterFunc(time.Millisecond, func() { leave(gone) })
+			if err := work(maker{ctx, free.hold}); !errors.Is(err, want) {
+				t.Errorf("%s of %d elements while others have all turns: %v, want %v", name, n, err, want)
+			}
+			for i := range turns {
+				turns[i].End()
+			}
+			leave(nil)
+		}
+	}
 }
 
 func TestPassesThatAreTooOldAreGone(t *testing.T) {

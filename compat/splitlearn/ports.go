@@ -37,7 +37,7 @@ func layers(all []engine.Port, prefix string) (of []int, other int) {
 }
 
 // inputs returns what a request gives the model. A layer without an entry gets an empty one.
-func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, hold holder) ([]server.Tensor, error) {
+func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, m maker) ([]server.Tensor, error) {
 	if n := len(p.past) / 2; len(entries) > n {
 		return nil, invalid("past_key_values: %d entries; model %q has the inputs past_key_0, past_value_0 and so on of %d layers", len(entries), p.Name, n)
 	}
@@ -50,9 +50,9 @@ func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, hold hold
 		if i/2 >= len(entries) {
 			t, err = absent(port)
 		} else if e := entries[i/2]; i%2 == 0 {
-			t, _, err = decode(port.Name, e.GetKeyData(), e.GetKeyShape(), hold)
+			t, _, err = decode(port.Name, e.GetKeyData(), e.GetKeyShape(), m)
 		} else {
-			t, _, err = decode(port.Name, e.GetValueData(), e.GetValueShape(), hold)
+			t, _, err = decode(port.Name, e.GetValueData(), e.GetValueShape(), m)
 		}
 		if err != nil {
 			return nil, err
@@ -77,12 +77,12 @@ func absent(port engine.Port) (t tensor.Tensor, err error) {
 }
 
 // answer encodes the outputs of a run.
-func (p *ports) answer(resp *pb.ComputeResponse, out []server.Tensor, c codec, caches bool, hold holder) (err error) {
-	resp.Data, resp.Shape, err = encode(out[p.result].Tensor, c, hold)
+func (p *ports) answer(resp *pb.ComputeResponse, out []server.Tensor, c codec, caches bool, m maker) (err error) {
+	resp.Data, resp.Shape, err = encode(out[p.result].Tensor, c, m)
 	for i := 0; caches && err == nil && i < len(p.present); i += 2 {
 		e := new(pb.KVCacheEntry)
-		if e.KeyData, e.KeyShape, err = encode(out[p.present[i]].Tensor, c, hold); err == nil {
-			e.ValueData, e.ValueShape, err = encode(out[p.present[i+1]].Tensor, c, hold)
+		if e.KeyData, e.KeyShape, err = encode(out[p.present[i]].Tensor, c, m); err == nil {
+			e.ValueData, e.ValueShape, err = encode(out[p.present[i+1]].Tensor, c, m)
 		}
 		resp.PresentKeyValues = append(resp.PresentKeyValues, e)
 	}

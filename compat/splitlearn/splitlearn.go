@@ -65,22 +65,22 @@ func (s *service) find(name string) (p ports, err error) {
 	return p, err
 }
 
-// holds returns what sets memory of an RPC aside: for its inputs, no more than a run may have.
-func (s *service) holds(ctx context.Context) (inputs, outputs holder) {
+// makers returns what makes the inputs of a run, no more than it may have, and its outputs.
+func (s *service) makers(ctx context.Context) (inputs, outputs maker) {
 	left := int64(tensorBytes)
-	outputs = func(bytes int64) error { return s.models.Hold(ctx, bytes) }
-	return func(bytes int64) error {
+	outputs = maker{ctx, func(bytes int64) error { return s.models.Hold(ctx, bytes) }}
+	return maker{ctx, func(bytes int64) error {
 		if left -= bytes; left < 0 {
 			return invalid("the inputs of a run have up to %d bytes, inflated or widened", tensorBytes)
 		}
-		return outputs(bytes)
-	}, outputs
+		return outputs.hold(bytes)
+	}}, outputs
 }
 
 // Compute runs a model.
 func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
-	hold, holdOut := s.holds(ctx)
+	inputs, outputs := s.makers(ctx)
 	s.requests.Add(1)
 	p, err := s.find(cmp.Or(req.GetModelId(), s.model))
 	if err != nil {
@@ -89,11 +89,11 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 	if req.GetUseCache() && len(p.present) == 0 {
 		return nil, invalid("use_cache: model %q does not declare the outputs present_key_0, present_value_0 and so on", p.Name)
 	}
-	data, codec, err := decode("data", req.GetData(), req.GetShape(), hold)
+	data, codec, err := decode("data", req.GetData(), req.GetShape(), inputs)
 	if err != nil {
 		return nil, err
 	}
-	in, err := p.inputs(data, req.GetPastKeyValues(), hold)
+	in, err := p.inputs(data, req.GetPastKeyValues(), inputs)
 	if err != nil {
 		return nil, err
 	}
@@ -111,7 +111,7 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 		return nil, invalid("%s", r.Text)
 	}
 	if err == nil {
-		err = p.answer(resp, out, codec, req.GetUseCache(), holdOut)
+		err = p.answer(resp, out, codec, req.GetUseCache(), outputs)
 	}
 	resp.MonitoringData, resp.ComputeTimeMs = s.snapshot(s.models), millis(began)
 	return resp, err
@@ -120,8 +120,8 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 // ComputeBackward gives the gradient of the input of a run in training mode, once.
 func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) (*pb.BackwardResponse, error) {
 	began, id := time.Now(), req.GetForwardId()
-	hold, holdOut := s.holds(ctx)
-	gradient, codec, err := decode("grad_output_data", req.GetGradOutputData(), req.GetGradOutputShape(), hold)
+	inputs, outputs := s.makers(ctx)
+	gradient, codec, err := decode("grad_output_data", req.GetGradOutputData(), req.GetGradOutputShape(), inputs)
 	if err != nil {
 		return nil, err
 	}
@@ -149,7 +149,7 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 		return nil, err
 	}
 	resp := &pb.BackwardResponse{ForwardId: id}
-	resp.GradInputData, resp.GradInputShape, err = encode(gradient, codec, holdOut)
+	resp.GradInputData, resp.GradInputShape, err = encode(gradient, codec, outputs)
 	resp.MonitoringData, resp.BackwardTimeMs = s.snapshot(s.models), millis(began)
 	return resp, err
 }
