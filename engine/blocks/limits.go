@@ -18,8 +18,10 @@ const (
 	// them, so that small chunks do not mean a small window.
 	preferredBytes = 4 * mib
 	// maxSlots bounds the slots of one direction, each with about 500 bytes of bookkeeping.
-	// Rows per block are raised until one chunk of input spans chunkSlots.
-	maxSlots   = 1024
+	// Rows per block are raised until one chunk of input spans chunkSlots or, where the model
+	// has chosen them, a quarter of maxSlots: rows of 512 bytes are computed one by one, in
+	// chunks of 1 MiB, too.
+	maxSlots   = 8192
 	chunkSlots = 64
 	// alignBytes is where ports start in a slot: a cache line, for any element type.
 	alignBytes = 64

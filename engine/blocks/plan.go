@@ -39,7 +39,11 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	}
 	var widest, chunk int64 // of the split ports
 	var chunkRows int64     // rows in a chunk of the first split input, 0 if that is no whole number
-	fewest := int64(1)      // rows per block, so that a chunk spans few blocks
+	fewest := int64(1)      // rows per block, so that a chunk spans at most some blocks
+	some := int64(chunkSlots)
+	if info.BlockRows > 0 {
+		some = maxSlots / 4
+	}
 	first := true
 	for i, in := range c.Inputs {
 		n, err := in.Desc.Bytes()
@@ -58,7 +62,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 		widest = max(widest, p.inRow[i])
 		chunk = max(chunk, in.ChunkBytes)
 		if w := p.inRow[i]; w > 0 {
-			fewest = max(fewest, ceil(ceil(min(in.ChunkBytes, n), chunkSlots), w))
+			fewest = max(fewest, ceil(ceil(min(in.ChunkBytes, n), some), w))
 			if first && in.ChunkBytes%w == 0 {
 				chunkRows = in.ChunkBytes / w
 			}

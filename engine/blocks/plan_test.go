@@ -43,7 +43,8 @@ func TestBlocksAreAsLongAsChunksWhereRowsAllowIt(t *testing.T) {
 		"fewer rows than a block":          {engine.Info{Rows: 1}, f32(3, 9), f32(3, 9), mib, 3},
 		"the whole tensor":                 {engine.Info{}, f32(3, 9), f32(3, 9), 4, 1},
 		"preferred rows":                   {engine.Info{Rows: 1, BlockRows: 50}, f32(10000, 784), f32(10000, 784), mib, 50},
-		"preferred rows, too few":          {engine.Info{Rows: engine.AllAxes, BlockRows: 1}, f32(1 << 20), f32(1 << 20), mib, 1 << 12},
+		"preferred rows, too few":          {engine.Info{Rows: engine.AllAxes, BlockRows: 1}, f32(1 << 20), f32(1 << 20), mib, 1 << 7},
+		"rows one by one":                  {engine.Info{Rows: 1, BlockRows: 1}, f32(10000, 128), f32(10000, 128), mib, 1},
 		"preferred rows of a small tensor": {engine.Info{Rows: engine.AllAxes, BlockRows: 1}, f32(64), f32(64), mib, 1},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -58,12 +58,12 @@ type run struct {
 	pending   []*slot // descending by index: the lowest is the last
 	active    int     // blocks at the device
 	freeOut   []*Work
-	low       int64          // the oldest block with unreleased results
-	done      [maxSlots]bool // results released, by index modulo maxSlots
-	results   Queue          // to be given out: done blocks
-	yielded   int64          // results given out by Next
-	unclaimed int            // of those, not yet released
-	stopped   chan struct{}  // closed when no block is at the device; nil unless Close gave up
+	low       int64         // the oldest block with unreleased results
+	done      []bool        // results released, by index modulo the length: no window is longer
+	results   Queue         // to be given out: done blocks
+	yielded   int64         // results given out by Next
+	unclaimed int           // of those, not yet released
+	stopped   chan struct{} // closed when no block is at the device; nil unless Close gave up
 }
 
 type slotState uint8
@@ -119,6 +119,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 		out, r.window = in, maxSlots
 	}
 	r.window = max(r.window, out)
+	r.done = make([]bool, min(p.blocks, maxSlots))
 
 	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
 	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {

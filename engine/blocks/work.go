@@ -272,9 +272,9 @@ func (w *Work) released(port int) {
 	} else {
 		r.freeOut = append(r.freeOut, w)
 	}
-	r.done[w.index%maxSlots] = true
-	for r.done[r.low%maxSlots] {
-		r.done[r.low%maxSlots] = false
+	r.done[w.index%int64(len(r.done))] = true
+	for r.done[r.low%int64(len(r.done))] {
+		r.done[r.low%int64(len(r.done))] = false
 		r.low++
 	}
 	r.launch()

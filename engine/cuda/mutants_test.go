@@ -127,8 +127,8 @@ var mutants = []struct{ name, file, text, instead string }{
 
 	{"given results are as few as blocks of input", "../blocks/work.go", "\t\tr.plan.window()\n", ""},
 	{"what a lost run was given is kept", "../blocks/work.go", "r.freeInput(w)\n\t\t\tw.letGo()", "r.freeInput(w)"},
-	{"marks of released results stay", "../blocks/work.go", "r.done[r.low%maxSlots] = false\n", ""},
-	{"blocks beyond the marks are not told apart", "../blocks/work.go", "r.done[w.index%maxSlots] = true", "r.done[min(w.index, maxSlots-1)] = true"},
+	{"marks of released results stay", "../blocks/work.go", "r.done[r.low%int64(len(r.done))] = false\n", ""},
+	{"blocks beyond the marks are not told apart", "../blocks/work.go", "r.done[w.index%int64(len(r.done))] = true", "r.done[min(w.index, int64(len(r.done))-1)] = true"},
 	{"whole inputs in use are not charged", "../blocks/run.go", "used = r.plan.wholeBytes + r.plan.fixed", "used = r.plan.fixed"},
 	{"the chunk that ends a block has no place", "../blocks/plan.go", "chunk = add(chunk, max(chunk, block))", "_ = chunk"},
 	{"the chunk that ends a large block has no place", "../blocks/plan.go", "chunk = add(chunk, max(chunk, block))", "chunk = mul(chunk, 2)"},
