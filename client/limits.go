@@ -7,6 +7,12 @@ const (
 	// slots is how many chunks a streamed input is read ahead: enough for a round trip of a
 	// few milliseconds.
 	slots = 8
+	// smallChunks times as many are, of chunks that are as many times smaller than 1 MiB: the
+	// chunks of a call that makes small rows would leave a far line empty.
+	smallChunks = 128
+	// lateChunks is about how many chunks an input has at most whose first item is late: nobody
+	// knows how large items will be.
+	lateChunks = 4096
 	// pushTensors is how many tensors of a push may be on their way, of half of those that
 	// the server keeps open; pushPieces is how many pieces of one, of 1 MiB or a chunk.
 	pushTensors = 32

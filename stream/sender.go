@@ -78,6 +78,14 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 	return nil
 }
 
+// Gradual says that a tensor that was just opened is made bit by bit. It travels on credit: on
+// allowance, its receiver might wait for all of it.
+func (m *Machine) Gradual(id tensor.ID) {
+	if t := m.out.tensors[id]; t != nil {
+		t.Gradual = true
+	}
+}
+
 // Offer shares data as bytes [off, off+len) of an outgoing tensor until release, which is
 // called once, on any goroutine. After an error it is never called.
 func (m *Machine) Offer(now Instant, id tensor.ID, off int64, data []byte, release func()) error {

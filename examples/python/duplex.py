@@ -1,28 +1,34 @@
-"""Results come back while the input is still being made: here, before its last rows are."""
+"""Results come back while the input is still being made, whatever the size of its items."""
+
+import time
 
 import numpy as np
 
 import tensorferry as tf
 
-ROWS, WIDTH = 16384, 1024  # 64 MiB
-arrived = 0  # bytes of the result
 
+def doubled(client, rows, width):
+    """Double a tensor that is made row by row; return how many rows of the result came before the last was made."""
+    arrived = early = 0  # bytes of the result
 
-def rows():
-    """Yield the rows, 256 at a time."""
-    for first in range(0, ROWS, 256):
-        if first == ROWS - 256:
-            assert arrived > 0, "no result came while the input was being made"
-            print(f"{arrived >> 20} MiB of results are here, and {first} of {ROWS} rows are made")
-        yield np.full((256, WIDTH), first, dtype=np.float32)
+    def items():
+        nonlocal early
+        for i in range(rows):
+            early = arrived // (4 * width)
+            time.sleep(0.002)  # making a row takes time
+            yield np.full(width, i, dtype=np.float32)
 
-
-with tf.connect() as client:
-    call = client.call("affine", {"x": tf.Stream(rows(), (ROWS, WIDTH), "float32")}, params={"a": "2"})
+    call = client.call("affine", {"x": tf.Stream(items(), (rows, width), "float32")}, params={"a": "2"})
     for region in call.regions():
         arrived += region.length
     y = call.result()["y"]
+    assert (y == 2 * np.arange(rows)[:, None]).all()
+    return early
 
-assert arrived == y.nbytes
-assert (y == 2 * (np.arange(ROWS) // 256 * 256)[:, None]).all()
-print(call.timings)
+
+with tf.connect() as client:
+    # An item is sent as soon as it is made: the first one says how large the chunks are.
+    for rows, width in ((200, 16), (200, 1000), (64, 1 << 18)):
+        early = doubled(client, rows, width)
+        print(f"rows of {4 * width} bytes: {early} of {rows} results were here when the last row was made")
+        assert early > 0, "no result came while the input was being made"

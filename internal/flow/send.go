@@ -31,6 +31,7 @@ type Out struct {
 	Tensor
 	Chunks    *chunker.Chunker
 	Announced bool      // its desc is sent
+	Gradual   bool      // it is made bit by bit, and needs credit
 	laned     []passage // chunks that lanes carry, in the order in which they were sent
 	queued    bool      // in ring or small
 }
@@ -62,7 +63,7 @@ func (s *Sender) Start(t *Out, free bool, allowance int64) {
 	switch n := t.Geo.Count(); {
 	case free:
 		t.Limit = n
-	case !t.Desc.Held && t.Geo.Size <= allowance-s.Allowance && n <= frame.AllowanceChunks:
+	case !t.Desc.Held && !t.Gradual && t.Geo.Size <= allowance-s.Allowance && n <= frame.AllowanceChunks:
 		t.Desc.OnAllowance = true
 		t.Limit, t.Share = n, t.Geo.Size
 		s.Allowance += t.Share

@@ -203,6 +203,46 @@ class Aio(support.Served):
 
         wait(main())
 
+    def test_a_row_may_be_made_from_the_result_of_the_one_before(self):
+        async def main():
+            async with self.connect() as c:
+                for width in (1, 1000, 64 << 10, 1 << 20, (1 << 20) + 8):
+                    results = asyncio.Queue()
+
+                    async def items(results=results, width=width):
+                        row = bytes([1]) * width
+                        for _ in range(20):
+                            yield row
+                            row = bytes([(await results.get()) + 1]) * width
+
+                    x = tf.Stream(items(), (20, width), "uint8")
+                    call = await c.call("echo", {"x": x}, like="tensor", timeout=60)
+                    came = row = 0
+                    async for region in call.regions():
+                        came += region.length
+                        while came >= (row + 1) * width:
+                            results.put_nowait(region.tensor.data[row * width])
+                            row += 1
+                    y = bytes((await call.result())["y"])
+                    self.assertEqual(y, b"".join(bytes([i]) * width for i in range(1, 21)))
+
+        wait(main(), 120)
+
+    def test_a_timeout_names_what_was_made_and_not_sent(self):
+        async def items():
+            yield b"1234"
+            yield b"12"
+            await asyncio.sleep(60)
+
+        async def main():
+            async with self.connect() as c:
+                call = await c.call("echo", {"x": tf.Stream(items(), (8,), "uint8")}, timeout=2)
+                for timeout in (0.5, None):
+                    with self.assertRaisesRegex(tf.DeadlineExceeded, "; 2 bytes of 'x' were made and not sent"):
+                        await call.result(timeout)
+
+        wait(main())
+
     def test_a_generator_that_breaks_its_word_fails(self):
         closed = []
 

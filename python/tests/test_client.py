@@ -1,6 +1,7 @@
 """The client against a real server: errors, limits, cancels, streams, files, threads."""
 
 import array
+import functools
 import gc
 import io
 import os
@@ -480,9 +481,37 @@ class Regions(support.Served):
         self.assertLess(seen[0][0], 24, "the first region came before the last item was made")
         self.assertEqual(bytes(call.result()["y"]), b"".join(bytes([i]) * MIB for i in range(24)))
 
+    def test_an_item_goes_when_it_is_made(self):
+        def echo(size):
+            rows = [pattern(size, i) for i in range(6)]
+
+            def came(n):
+                return call.done() or sum(r.arrived for r in call._run.results.values()) >= n
+
+            def items():
+                for i, row in enumerate(rows):
+                    support.eventually(functools.partial(came, i * size))
+                    yield row
+
+            call = self.client.call("echo", {"x": tf.Stream(items(), (6, size), "uint8")}, like="tensor", timeout=30)
+            self.assertEqual(bytes(call.result()["y"]), b"".join(rows))
+
+        for size in (1, 3, 1000, 64 << 10, MIB - 1, MIB, MIB + 8, 3 * MIB):
+            echo(size)
+
+    def test_items_that_wait_for_their_own_result_are_told_so(self):
+        def items():
+            yield b"1"
+            call.result()
+
+        call = self.client.call("echo", {"x": tf.Stream(items(), (8,), "uint8")})
+        with self.assertRaisesRegex(RuntimeError, "items of a Stream wait for a result of their own call.*aio"):
+            call.result()
+        self.assertEqual(bytes(self.client.compute("echo", b"1")), b"1")
+
     def test_streams_of_any_cut(self):
         want = pattern(5 * MIB + 3)
-        for step in (999_983, MIB, 3 * MIB, 6 * MIB):
+        for step in (9973, 999_983, MIB, 3 * MIB, 6 * MIB):
             s = tf.Stream((want[i : i + step] for i in range(0, len(want), step)), (len(want),), "uint8")
             self.assertEqual(bytes(self.client.call("echo", {"x": s}, like="tensor").result()["y"]), want)
             s = tf.Stream((want[i : i + step] for i in range(0, len(want), step)), (len(want),), "uint8")

@@ -178,7 +178,7 @@ class Call:
                 run.cancel()
                 raise
             if deadline is not None and not run.ended and time.monotonic() >= deadline:
-                raise _errors.DeadlineExceeded("no region came in time")
+                raise _errors.DeadlineExceeded(f"no region came in time{run._unsent()}")
         return _region(run, *run.regions.popleft())
 
     def _rest(self) -> Iterator[Region]:
@@ -194,7 +194,7 @@ class Call:
     def done(self) -> bool:
         """Report whether the call has ended, without waiting."""
         if not self._run.ended:
-            turn = self._run.step(time.monotonic())
+            turn = self._run.step(0.0)
             if turn is not None:
                 self._run.link.wait(*turn[1:])
         return self._run.ended

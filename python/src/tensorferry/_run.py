@@ -7,6 +7,7 @@ through a ring of ranges. Neither knows what a caller passed or wants to see.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -24,6 +25,7 @@ from ._tensor import NAMES, Like, Source
 
 # Called with a port or name, the bytes that have moved, and all of them.
 Progress = Callable[[str, int, int], None]
+_DEADLINE_EXCEEDED = 4  # one of gRPC's codes
 _numbers = itertools.count()  # of temporary files
 
 
@@ -188,7 +190,10 @@ class Run(Target):
     def on_done(self, code: int, timings: tuple[int, ...], raw: bytes) -> None:
         self.raw, self.timings = raw, timings
         if code and self.error is None:
-            self.error = _errors.from_code(code, _wire.from_json(raw))
+            said = _wire.from_json(raw)
+            if code == _DEADLINE_EXCEEDED:
+                said["message"] = f"{said.get('message', '')}{self._unsent()}"
+            self.error = _errors.from_code(code, said)
         self._end()
 
     def on_end(self, error: Error) -> None:
@@ -230,6 +235,11 @@ class Run(Target):
             self._show()
         if self.ended:
             return None
+        if deadline != 0.0 and any(feed._asking == threading.get_ident() for feed in self.feeds):
+            raise RuntimeError(
+                "the items of a Stream wait for a result of their own call, and the thread that waits makes them: "
+                "use tensorferry.aio"
+            )
         # While an iterator makes more, see what has come and wait for nothing.
         return link, self, seen, time.monotonic() if moved else deadline
 
@@ -241,7 +251,9 @@ class Run(Target):
                 if turn is not None:
                     yield turn
                 if deadline is not None and not self.ended and time.monotonic() >= deadline:
-                    raise _errors.DeadlineExceeded("there is no result yet", hint="result may be called again")
+                    raise _errors.DeadlineExceeded(
+                        f"there is no result yet{self._unsent()}", hint="result may be called again"
+                    )
         except _errors.DeadlineExceeded:
             raise
         except BaseException:
@@ -263,6 +275,10 @@ class Run(Target):
         if self.error is not None:
             self.results = {}  # its traceback has the run
             raise self.error
+
+    def _unsent(self) -> str:
+        held = [(feed.sent[feed._at][0], n) for feed in self.feeds if (n := feed.unsent())]
+        return "".join(f"; {n} bytes of {name!r} were made and not sent" for name, n in held)
 
     def close(self) -> None:
         """Finish the files of a run that has ended."""
@@ -325,6 +341,9 @@ class Feed:
         self._block: Optional[Source] = None
         self._offset = 0
         self._by_hand = any(source.items is not None for _, _, source in sources)
+        # What is made for a call goes when a chunk of it is whole; the first piece says how large one is.
+        self._gradual, self._chunk, self._alone = self._by_hand and not run.pushed, 0, False
+        self._asking = 0  # the thread that is in the caller's iterator
         self._ahead: list[Any] = []
         for _, name, source in sources:
             if hasattr(source.items, "__aiter__"):
@@ -337,6 +356,8 @@ class Feed:
         # quicker than one. A block without an address is copied as one, though: it may
         # begin just below a MiB and have as much.
         self._room = 2 * _wire.PIECE_BYTES
+        if self._gradual:
+            self._room = min(self._room, max(source.nbytes for _, _, source in sources) or 1)
         in_memory = all(s.address or s.nbytes <= _wire.PIECE_BYTES for _, _, s in sources)
         self._piece = self._room if in_memory and not self._by_hand else _wire.PIECE_BYTES
         self._index = -1
@@ -345,13 +366,19 @@ class Feed:
     def open(self, timeout: Optional[float]) -> Steps[None]:
         """Take the ranges. It waits for the first of them."""
         pieces = sum(-(-source.nbytes // self._piece) for _, _, source in self._left)
-        for i in range(min(pieces, _wire.PIECES_AT_A_TIME)):
+        most = _wire.PIECES_AT_A_TIME if self._gradual else min(pieces, _wire.PIECES_AT_A_TIME)
+        for i in range(most):
             try:
                 self._spare.append((yield from self._link.taking(self._room, 0.0 if i else timeout)))
             except _errors.ResourceExhausted:
                 if not i:
                     raise
+                self._alone = i == 1
                 break
+
+    def unsent(self) -> int:
+        """Return how many bytes were made that wait for others."""
+        return self._length if self._begun else 0
 
     def stop(self) -> None:
         """Send no more. What is on its way comes back to others."""
@@ -403,10 +430,13 @@ class Feed:
         if not self._fill(piece):
             return False
         length, self._begun, self._length = self._length, None, 0
+        self._chunk = self._chunk or length
         if length:
             self._link.lend(piece, self._back)
             self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
             self.sent[self._at][1] += length
+            if self._gradual and self._source is not None and self._filled == self._source.nbytes:
+                self._is_at_end()
         else:
             self._link.put(piece)
             self.stop()
@@ -430,13 +460,21 @@ class Feed:
         while self._length < self._piece and self._filled < source.nbytes:
             block = self._block
             if block is None:
+                # Without a range for the next item, more go into this piece.
+                if self._gradual and (self._spare or self._alone) and self._is_whole(source):
+                    return True
                 try:
-                    block = next(self._blocks)
+                    block = self._made()
                 except StopIteration:
                     raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}") from None
                 if block is None:
                     return False
                 self._block, self._offset = block, 0
+                if self._gradual and not self._filled and block.nbytes > self._piece:
+                    # A large item goes in equal pieces of whole elements, unless only small ones would do.
+                    least, width = -(-block.nbytes // self._piece), _tensor.WIDTHS[source.dtype]
+                    fit = (block.nbytes // n for n in range(least, 64 * least) if not block.nbytes % (n * width))
+                    self._piece = next(fit, self._piece)
             n = block.nbytes - self._offset
             if n > source.nbytes - self._filled:
                 raise ValueError(f"a Stream of {source.nbytes} bytes has more")
@@ -450,19 +488,35 @@ class Feed:
             self._offset += n
             if self._offset == block.nbytes:
                 self._block = None
-        # Before the last piece goes: with it the call could end well.
-        return self._filled < source.nbytes or self._is_at_end()
+        # Before the last piece goes: with it the call could end well. But who has made another may wait for its result.
+        return self._filled < source.nbytes or bool(self._gradual and self._chunk) or self._is_at_end()
 
     def _is_at_end(self) -> bool:
         """Report whether the current tensor has no more bytes, and raise if it is a Stream that yields more."""
         source = self._source
         if source is not None and source.items is not None:
-            for block in self._blocks:
-                if block is None:
-                    return False
-                if block.nbytes:
-                    raise ValueError(f"a Stream of {source.nbytes} bytes has more")
+            with contextlib.suppress(StopIteration):
+                while True:
+                    block = self._made()
+                    if block is None:
+                        return False
+                    if block.nbytes:
+                        raise ValueError(f"a Stream of {source.nbytes} bytes has more")
         return True
+
+    def _made(self) -> Optional[Source]:
+        """Have the caller's iterator make the next block."""
+        self._asking = threading.get_ident()
+        try:
+            return next(self._blocks)
+        finally:
+            self._asking = 0
+
+    def _is_whole(self, source: Source) -> bool:
+        """Report whether the piece has the last bytes of a chunk. The first piece is one."""
+        if not self._chunk:
+            return self._length > source.nbytes // _wire.CHUNKS
+        return self._filled // self._chunk > (self._filled - self._length) // self._chunk
 
 
 def _refused(err: Exception) -> Error:

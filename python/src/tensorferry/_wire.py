@@ -16,8 +16,9 @@ Buffer = Union[bytes, bytearray, memoryview]
 
 LINK = 1  # the protocol's version
 PACKET_BYTES = 64 << 10
-PIECE_BYTES = 1 << 20  # the least bytes of a piece that is not the last
+PIECE_BYTES = 1 << 20  # the most bytes of a chunk; a piece that is not the last has as many, or is made bit by bit
 PIECES_AT_A_TIME = 8  # of an input, on their way
+CHUNKS = 1 << 20  # the most of a tensor
 GIVES = 1024  # ranges of one give
 
 HELLO, MEMORY, FORGET, TAKE, GIVE, DONE = 1, 2, 3, 4, 5, 8
