@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"net/http"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/health"
@@ -12,8 +13,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 )
 
-// healthService answers for the whole server, under "", for each service by its name, and
-// for each model of the registry, under model/ and its name. A model that lost a run does not serve until the run has
+// healthService answers for the whole server, under "", for each service by its name, for the
+// store, and for each model of the registry, under model/ and its name. A model that lost a run does not serve until the run has
 // ended or another model has taken its place: the run holds memory and a worker.
 type healthService struct{ *health.Server }
 
@@ -37,6 +38,33 @@ const modelHealth = "model/"
 
 func (h healthService) model(name string, is serving.Health) {
 	h.SetServingStatus(modelHealth+name, statuses[is])
+}
+
+// storeHealth is the name of the store.
+const storeHealth = "store"
+
+// watchStore has the health of the store, if there is one, follow whether it can be used, until
+// done is closed.
+func (s *Server) watchStore(done <-chan struct{}) {
+	if s.cfg.Store == nil {
+		return
+	}
+	every := time.NewTicker(storeLook)
+	defer every.Stop()
+	for {
+		ctx, cancel := context.WithTimeout(context.Background(), storeLook)
+		is, available := serving.NotServing, s.storing.Available(ctx)
+		cancel()
+		if s.available.Store(available); available {
+			is = serving.Serving
+		}
+		s.health.SetServingStatus(storeHealth, statuses[is])
+		select {
+		case <-every.C:
+		case <-done:
+			return
+		}
+	}
 }
 
 // Check answers for one name. A removed model is as unknown as one that never existed.

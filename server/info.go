@@ -82,7 +82,7 @@ func (s *Server) values() metrics.Values {
 	v.LanesRefused = s.conns.LanesRefused()
 	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed(), s.guard.Refused()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
-	v.StoreEvicted, v.StoreDamaged = s.storing.Evicted(), s.storing.Damaged()
+	v.StoreEvicted, v.StoreDamaged, v.StoreAvailable = s.storing.Evicted(), s.storing.Damaged(), s.available.Load()
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}

@@ -16,6 +16,7 @@ import (
 	"net"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -129,6 +130,7 @@ type Server struct {
 	models    *Models
 	endpoints []*endpoint // the first serves the listeners given to Serve
 	health    healthService
+	available atomic.Bool // there is a store, and it can be used
 	started   time.Time
 	forget    func() // unregisters the metrics
 
@@ -288,6 +290,7 @@ func (s *Server) Serve(l net.Listener) error {
 		// closed. The RPC itself fails before that.
 		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Done())
 		go s.guard.Watch(s.core.Done())
+		go s.watchStore(s.core.Done())
 		for _, e := range s.endpoints[1:] {
 			go func() {
 				if err := e.grpc.Serve(s.conns.Listener(e.Listener)); err != nil {

@@ -4,12 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -347,4 +351,31 @@ func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the room to come back")
 		})
 	}
+}
+
+// TestTheHealthOfAStoreFollowsWhetherItCanBeUsed: models are served meanwhile.
+func TestTheHealthOfAStoreFollowsWhetherItCanBeUsed(t *testing.T) {
+	testkit.Start(t)
+	dir := filepath.Join(t.TempDir(), "store")
+	folder, err := store.OpenFolder(dir, store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, folder.Close()) })
+	f := serve(t, func(c *server.Config) { c.Store = folder })
+	health := healthpb.NewHealthClient(f.dial(t))
+	is := func(want healthpb.HealthCheckResponse_ServingStatus) bool {
+		r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "store"})
+		return err == nil && r.GetStatus() == want
+	}
+	testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) && f.counters(t)["store_available"] == 1 }, "a store")
+	c := f.counters(t)
+	require.Less(t, c["store_limit_bytes"], int64(1)<<60, "what the disk has room for")
+	require.NoError(t, os.Rename(dir, dir+" away"))
+	testkit.Eventually(t, func() bool {
+		return is(healthpb.HealthCheckResponse_NOT_SERVING) && f.counters(t)["store_available"] == 0
+	}, "no store")
+	r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{})
+	require.NoError(t, err)
+	require.Equal(t, healthpb.HealthCheckResponse_SERVING, r.GetStatus())
+	require.NoError(t, os.Rename(dir+" away", dir))
+	testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) }, "the store, back")
 }

@@ -8,12 +8,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// freeDisk returns how many bytes this process may still write where f is; false if that is not
+// known.
+func freeDisk(f *os.File) (int64, bool) {
+	var fs unix.Statfs_t
+	err := unix.Fstatfs(int(f.Fd()), &fs)
+	return int64(fs.Bavail) * fs.Bsize, err == nil
+}
+
 // reserveDisk reserves n bytes of disk space for f, so that a full disk is noticed before
 // the first byte arrives. It does nothing on a file system that cannot reserve.
 func reserveDisk(f *os.File, n int64) error {
 	// If asked for too much, ext4 takes all free space before it fails.
-	var fs unix.Statfs_t
-	if err := unix.Fstatfs(int(f.Fd()), &fs); err == nil && fs.Blocks > 0 && uint64(n)/uint64(fs.Bsize) > fs.Bavail {
+	if free, known := freeDisk(f); known && n > free {
 		return unix.ENOSPC
 	}
 	for {

@@ -353,8 +353,15 @@ func (f *Folder) Close() error {
 	return f.lock.Close()
 }
 
-// Used implements Meter: the files of pushed tensors count, with their headers.
-func (f *Folder) Used() (used, limit int64) { return f.used.Load(), f.config.Limit }
+// Used implements Meter: the files of pushed tensors count, with their headers. The limit is what
+// the disk has room for, if that is less.
+func (f *Folder) Used() (used, limit int64) {
+	used, limit = f.used.Load(), f.config.Limit
+	if free, known := freeDisk(f.lock); known {
+		limit = min(limit, used+free)
+	}
+	return used, limit
+}
 
 // folderWriter writes one tensor to a folder.
 type folderWriter struct {

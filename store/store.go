@@ -173,7 +173,7 @@ type DigestKeeper interface {
 type Meter interface {
 	// Used returns, without waiting, the bytes taken by tensors, by open Writers, and by
 	// what was replaced or deleted but is still being read; and their limit, which is
-	// math.MaxInt64 if only a disk limits them.
+	// math.MaxInt64 if it is not known.
 	Used() (used, limit int64)
 }
 

@@ -52,6 +52,15 @@ func (s *Service) Evicted() int64 { return s.evicted.Load() }
 // Damaged returns how many tensors clients have found damaged that were sent whole.
 func (s *Service) Damaged() int64 { return s.damages.Load() }
 
+// Available reports whether the store can be used; why it cannot goes to the log.
+func (s *Service) Available(ctx context.Context) bool {
+	err := s.survive(func() error { _, err := s.Store.List(ctx, "", "", 0); return err })
+	if err != nil {
+		_ = s.Explain(err)
+	}
+	return err == nil
+}
+
 // tellEvicted counts and logs what the store has evicted for a tensor.
 func (s *Service) tellEvicted(name string, evicted []store.Info) {
 	if len(evicted) == 0 {
