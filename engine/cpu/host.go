@@ -20,8 +20,9 @@ type HostConfig struct {
 	// MemoryBytes is the most memory that runs may hold at a time, and the most
 	// that is kept for reuse. Zero means 1 GiB.
 	MemoryBytes int64
-	// Workers is the number of blocks computed at a time, beside those that take
-	// longer than a second. Zero means GOMAXPROCS.
+	// Workers is the number of blocks computed at a time, beside those of stack models
+	// that take longer than 2 ms, of which as many take turns, and others that take longer
+	// than a second. Zero means GOMAXPROCS.
 	Workers int
 }
 

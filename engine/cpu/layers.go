@@ -59,12 +59,12 @@ func linear(s *stack.Step) kernel {
 		for r := range t.rows {
 			copy(t.y[r*out:], bias)
 		}
-		for first := 0; first < t.rows && ctx.Err() == nil; first += tileRows {
+		for first := 0; first < t.rows; first += tileRows {
 			rows, x, y := min(tileRows, t.rows-first), t.x[first*in:], t.y[first*out:]
 			for left := 0; left < out; left += panelWidth {
 				n := min(panelWidth, out-left)
 				panel := panels[left*in:][:n*in]
-				for top := 0; top < in; top += panelDepth {
+				for top := 0; top < in && !t.rest(ctx); top += panelDepth {
 					k := min(panelDepth, in-top)
 					gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, rows, n, k,
 						1, x[top:], in, panel[top*n:], n, 1, y[left:], out)
@@ -94,7 +94,7 @@ func perRow(f func(x []float32)) kernel {
 // tileRows take up to half a second.
 func (t *tile) each(ctx context.Context, f func(r int)) {
 	for r := range t.rows {
-		if r%tileRows == 0 && ctx.Err() != nil {
+		if r%tileRows == 0 && t.rest(ctx) {
 			return
 		}
 		f(r)
@@ -150,7 +150,7 @@ func attention(s *stack.Step) kernel {
 				keys = first + n
 			}
 			scores := t.scores[:keys*n]
-			for left := 0; left < out && ctx.Err() == nil; left += width {
+			for left := 0; left < out && !t.rest(ctx); left += width {
 				for i := range n {
 					for j, v := range t.x[(first+i)*all+left:][:width] {
 						t.queries[j*n+i] = v

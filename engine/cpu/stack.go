@@ -28,7 +28,7 @@ type layers struct {
 	table       []float32 // of the embedding, if there is one
 	kernels     []kernel
 	head        int        // the width of the widest head, 0 without attention
-	tiles       *sync.Pool // *tile of tileRows, at most one per worker of the host in use
+	tiles       *sync.Pool // *tile of tileRows; in use are at most as many as blocks may be computed and rest
 }
 
 // kernel takes a tile through one layer. One that works long stops soon after ctx ends.
@@ -43,7 +43,11 @@ type tile struct {
 	depth           int       // of kept in use
 	mask            []byte    // by row: 0 is not attended to; nil: all are
 	scores, queries []float32 // of attention: tileRows by key, and those of one head
+	charged         bool      // to a call
 }
+
+// rest lets others be computed, and reports whether the run has ended.
+func (t *tile) rest(ctx context.Context) bool { return rest(ctx, t.charged) }
 
 // compile makes kernels of a model's steps.
 func compile(m *stack.Model) *layers {
@@ -72,7 +76,7 @@ func (m *layers) newTiles(rows int) *sync.Pool {
 	size, scores, queries := m.sizes(rows)
 	residuals := m.Residuals // and not m, whose pool this is
 	return &sync.Pool{New: func() any {
-		t := &tile{x: make([]float32, size), y: make([]float32, size), kept: make([][]float32, residuals)}
+		t := &tile{x: make([]float32, size), y: make([]float32, size), kept: make([][]float32, residuals), charged: rows > tileRows}
 		for i := range t.kept {
 			t.kept[i] = make([]float32, size)
 		}
@@ -83,7 +87,7 @@ func (m *layers) newTiles(rows int) *sync.Pool {
 
 // Stack makes a stack model ready on h, which keeps none of its large weights.
 func Stack(h *Host, model *stack.Model) (engine.Model, error) {
-	m, workers := compile(model), int64(h.workers.number())
+	m, workers := compile(model), int64(h.workers.n)
 	return h.model(blocks.Model{Info: model.Info(), Bind: func(c engine.Call) (b blocks.Bound, err error) {
 		y, positions, err := m.Bind(c)
 		if err != nil {

@@ -17,7 +17,12 @@ import (
 // A block is computed with a permit, by a worker or by whoever waits for its result.
 // One that takes longer than blockTime is overlong: a spare replaces its permit, so that the
 // blocks of others are computed, and those of its caller wait until it ends.
+//
+// A block of a stack model rests between rows. One that has been computed for turnTime is long: it
+// gives its permit back, and takes turns with other long ones. As long as blocks of others come,
+// these leave a core to them: who waits for the network does so on a core that is idle.
 type workers struct {
+	n    int            // workers
 	all  sync.WaitGroup // and the naps of slow
 	over chan struct{}  // closed with closed
 
@@ -25,39 +30,52 @@ type workers struct {
 	more     sync.Cond  // a block can be computed, or closed
 	queue    blocks.Queue
 	aside    blocks.Queue // blocks ahead of the queue, set aside while a block of their caller was overlong
-	every    []permit
-	free     []*permit
-	permits  int // of the free ones that may be taken
-	spares   int // of the others, which replace those of overlong blocks
-	overlong int // blocks
+	busy     []*seat      // of blocks that are computed, and long ones that rest
+	resting  []*seat      // of these, the next to go on first
+	permits  int          // that may be taken
+	spares   int          // that replace those of overlong blocks
+	overlong int          // blocks
+	long     int
+	brief    time.Time // when a block began that was not long, beside long ones of others
 	clock    *time.Timer
 	ticking  bool // clock runs
 	closed   bool
 }
 
-// permit allows one block to be computed.
-type permit struct {
-	work     *blocks.Work // that is being computed, nil when the permit is free
+// seat is the context of a block that is computed, with a permit or, if it is long, in turns.
+type seat struct {
+	context.Context
+	workers  *workers
+	work     *blocks.Work
 	begin    time.Time
+	since    time.Time // when it was computed without a rest
+	helped   bool      // by whoever waits for the result
 	overlong bool
-	replaced bool // by a spare: it is one itself when the block ends
+	replaced bool          // by a spare: its permit is one itself when the block ends
+	turn     chan struct{} // has one when a long block is to go on; nil where it is none
+	charged  bool          // a long one's tile, to its call
+}
+
+type seatKey struct{}
+
+func (s *seat) Value(key any) any {
+	if key == (seatKey{}) {
+		return s
+	}
+	return s.Context.Value(key)
 }
 
 // newWorkers returns n workers, which end with close.
 func newWorkers(n int) *workers {
-	p := &workers{over: make(chan struct{}), every: make([]permit, n+n*sparesPerWorker), permits: n, spares: n * sparesPerWorker}
+	p := &workers{n: n, over: make(chan struct{}), permits: n, spares: n * sparesPerWorker}
 	p.more.L = &p.mu
 	p.clock = time.AfterFunc(blockTime, p.tick)
 	p.clock.Stop()
-	for i := range p.every {
-		p.free = append(p.free, &p.every[i])
+	for range n + n*sparesPerWorker {
 		p.all.Go(p.work)
 	}
 	return p
 }
-
-// number returns how many workers there are.
-func (p *workers) number() int { return len(p.every) / (1 + sparesPerWorker) }
 
 // close ends the blocks that wait, and returns when the others have ended.
 func (p *workers) close() {
@@ -113,9 +131,11 @@ func (p *workers) work() {
 			p.mu.Unlock()
 			return
 		}
-		t := p.take()
+		s := p.take()
 		p.mu.Unlock()
-		p.compute(t)
+		if p.compute(s); s.turn != nil {
+			return // another has taken its place
+		}
 	}
 }
 
@@ -126,18 +146,29 @@ func (p *workers) Help(w *blocks.Work) bool {
 		p.mu.Unlock()
 		return false
 	}
-	t := p.take()
+	s := p.take()
+	s.helped = true
 	p.mu.Unlock()
-	p.compute(t)
+	p.compute(s)
 	return true
 }
 
 // head returns the first block that may be computed, nil without one, and puts those
-// before it aside, whose callers have an overlong block; mu is held.
+// before it aside, whose callers have an overlong block, or a long one and as many in all as
+// there are workers; mu is held.
 func (p *workers) head() *blocks.Work {
 	for {
 		w := p.queue.Head()
-		if w == nil || p.overlong == 0 || !slices.ContainsFunc(p.every, func(t permit) bool { return t.overlong && sameCaller(t.work, w) }) {
+		if w == nil || p.overlong+p.long == 0 {
+			return w
+		}
+		overlong, long, all := false, false, 0
+		for _, s := range p.busy {
+			if sameCaller(s.work, w) {
+				overlong, long, all = overlong || s.overlong, long || s.turn != nil, all+1
+			}
+		}
+		if !overlong && (!long || all < p.n) {
 			return w
 		}
 		p.aside.Push(p.queue.Pop())
@@ -160,18 +191,17 @@ func (p *workers) wake() {
 
 // take takes a permit for the first block; mu is held. The next block may have been
 // queued behind one that woke no worker: its own wake-up then went to the first.
-func (p *workers) take() *permit {
-	last := len(p.free) - 1
-	t := p.free[last]
-	p.free = p.free[:last]
+func (p *workers) take() *seat {
+	w, now := p.queue.Pop(), time.Now()
+	s := &seat{Context: w.Context(), workers: p, work: w, begin: now, since: now}
+	p.busy = append(p.busy, s)
 	p.permits--
-	t.work, t.begin = p.queue.Pop(), time.Now()
 	if !p.ticking {
 		p.ticking = true
 		p.clock.Reset(blockTime)
 	}
 	p.wake()
-	return t
+	return s
 }
 
 // tick finds blocks that have become overlong. It runs when one may have: about once in
@@ -180,14 +210,13 @@ func (p *workers) tick() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	now, next := time.Now(), time.Duration(0)
-	for i := range p.every {
-		t := &p.every[i]
-		if t.work == nil || t.overlong {
+	for _, s := range p.busy {
+		if s.turn != nil || s.overlong {
 			continue
 		}
-		switch left := blockTime - now.Sub(t.begin); {
+		switch left := blockTime - now.Sub(s.begin); {
 		case left <= 0:
-			t.overlong = true
+			s.overlong = true
 			p.overlong++
 		case next == 0 || left < next:
 			next = left
@@ -202,55 +231,126 @@ func (p *workers) tick() {
 
 // replace replaces permits of overlong blocks, one of each caller, by spares; mu is held.
 func (p *workers) replace() {
-	for i := range p.every {
-		t := &p.every[i]
+	for _, s := range p.busy {
 		if p.spares == 0 {
 			return
 		}
-		if t.overlong && !slices.ContainsFunc(p.every, func(o permit) bool { return o.replaced && sameCaller(o.work, t.work) }) {
-			t.replaced = true
+		if s.overlong && !slices.ContainsFunc(p.busy, func(o *seat) bool { return o.replaced && sameCaller(o.work, s.work) }) {
+			s.replaced = true
 			p.spares--
 			p.permits++
 		}
 	}
 }
 
-// compute runs a model's own code on the block of a permit, and gives that back.
-func (p *workers) compute(t *permit) {
-	w := t.work
-	err := context.Cause(w.Context())
+// compute runs a model's own code on a block.
+func (p *workers) compute(s *seat) {
+	err := context.Cause(s.Context)
 	if err == nil {
-		err = call(w)
+		err = call(s, s.work)
 	}
-	w.Done(err, blocks.Times{Compute: time.Since(t.begin)})
-	p.leave(t)
-}
-
-// leave gives a permit back. What has waited for the end of an overlong block is first again.
-func (p *workers) leave(t *permit) {
+	s.work.Done(err, blocks.Times{Compute: time.Since(s.begin)})
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	was := *t
-	*t = permit{}
-	p.free = append(p.free, t)
-	if was.replaced {
-		p.spares++
+	p.busy = slices.DeleteFunc(p.busy, func(o *seat) bool { return o == s })
+	if s.turn == nil {
+		p.leave(s)
+		if p.long > 0 && !slices.ContainsFunc(p.busy, func(o *seat) bool { return o.turn != nil && sameCaller(o.work, s.work) }) {
+			p.brief = s.begin
+		}
 	} else {
-		p.permits++
+		p.long--
+		p.turns()
 	}
-	if was.overlong {
-		p.overlong--
-		p.aside.Append(&p.queue)
-		p.queue, p.aside = p.aside, blocks.Queue{}
-		p.replace()
+	if p.long > 0 || s.turn != nil {
+		p.again()
 	}
 	p.wake()
 }
 
-func call(w *blocks.Work) (err error) {
+// leave gives a permit back; mu is held.
+func (p *workers) leave(s *seat) {
+	if s.replaced {
+		p.spares++
+	} else {
+		p.permits++
+	}
+	if s.overlong {
+		s.overlong, s.replaced = false, false
+		p.overlong--
+		p.again()
+		p.replace()
+	}
+}
+
+// again puts what was set aside first again; mu is held.
+func (p *workers) again() {
+	if p.aside.Len() > 0 {
+		p.aside.Append(&p.queue)
+		p.queue, p.aside = p.aside, blocks.Queue{}
+	}
+}
+
+// rest lets others be computed, where a block has been for turnTime, and reports whether its run
+// has ended. What works long calls it between rows, and says whether its tile is charged to the call.
+func rest(ctx context.Context, charged bool) (ended bool) {
+	if s, ok := ctx.Value(seatKey{}).(*seat); ok && time.Since(s.since) >= turnTime && ctx.Err() == nil {
+		s.rest(charged)
+	}
+	return ctx.Err() != nil
+}
+
+func (s *seat) rest(charged bool) {
+	p := s.workers
+	p.mu.Lock()
+	if s.turn == nil {
+		left := p.n * longPerWorker
+		for _, o := range p.busy {
+			if o.turn != nil && !o.charged {
+				left--
+			}
+		}
+		if !charged && left <= 0 {
+			s.since = time.Now()
+			p.mu.Unlock()
+			return
+		}
+		p.leave(s)
+		s.turn, s.charged = make(chan struct{}, 1), charged
+		if p.long++; !s.helped {
+			p.all.Go(p.work) // in place of this one
+		}
+		p.wake()
+	}
+	p.resting = append(p.resting, s)
+	p.turns()
+	p.mu.Unlock()
+	select {
+	case <-s.turn:
+	case <-s.Done():
+		p.mu.Lock()
+		p.resting = slices.DeleteFunc(p.resting, func(o *seat) bool { return o == s })
+		p.mu.Unlock()
+	}
+	s.since = time.Now()
+}
+
+// turns lets long blocks go on, first come, first served; mu is held.
+func (p *workers) turns() {
+	most := p.n
+	if time.Since(p.brief) < quietTime {
+		most = max(1, most-1)
+	}
+	for len(p.resting) > 0 && p.long-len(p.resting) < most {
+		p.resting[0].turn <- struct{}{}
+		p.resting = slices.Delete(p.resting, 0, 1)
+	}
+}
+
+func call(ctx context.Context, w *blocks.Work) (err error) {
 	defer engine.Recovered(w.Model(), &err)
 	if f, ok := w.Program.(RowsFunc); ok {
-		return f(w.Context(), w.RowBlock)
+		return f(ctx, w.RowBlock)
 	}
 	in := make([]tensor.Tensor, len(w.In))
 	for i, data := range w.In {
@@ -259,7 +359,7 @@ func call(w *blocks.Work) (err error) {
 		}
 		in[i] = tensor.Tensor{Desc: w.Descs[i], Data: data}
 	}
-	out, err := w.Program.(wholeFunc)(w.Context(), in)
+	out, err := w.Program.(wholeFunc)(ctx, in)
 	if err == nil {
 		w.Give(out, nil)
 	}
