@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -110,6 +112,9 @@ func isFile(w io.Writer, info fs.FileInfo) bool {
 // makeTemp creates the temporary file, with the mode of the file that it replaces, if any.
 func (t *target) makeTemp(old fs.FileInfo) error {
 	f, err := os.OpenFile(filepath.Join(filepath.Dir(t.real), ".tensorferry-"+rand.Text()), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+	if old != nil && unwritable(err) { // the folder is, and the file is not
+		f, err = os.CreateTemp("", ".tensorferry-")
+	}
 	if err != nil {
 		return t.named(err)
 	}
@@ -248,9 +253,39 @@ func (t *target) commit() error {
 	}
 	err := t.temp.Close()
 	if err == nil {
-		err = os.Rename(t.temp.Name(), t.real)
+		err = t.replace()
 	}
 	return t.named(err)
+}
+
+// unwritable reports whether a folder does not let a file of it be replaced: one that may not be
+// changed, or has the file mounted into it, as a container may.
+func unwritable(err error) bool {
+	return errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EBUSY) || errors.Is(err, syscall.EXDEV)
+}
+
+// replace puts the whole temporary file in the place of the old one.
+func (t *target) replace() error {
+	why := os.Rename(t.temp.Name(), t.real)
+	if !unwritable(why) {
+		return why
+	}
+	from, err := os.Open(t.temp.Name())
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	to, err := os.OpenFile(t.real, os.O_WRONLY|os.O_TRUNC, 0)
+	if err == nil {
+		_, err = io.Copy(to, from)
+		err = errors.Join(err, to.Close())
+	}
+	if kept := t.temp.Name(); err != nil {
+		t.temp = nil
+		return fmt.Errorf("%w; the whole result is in %s", err, kept)
+	}
+	fmt.Fprintf(os.Stderr, "tensorferry: --output %s was written in place: %v\n", t.path, why.(*os.LinkError).Err) //nolint:errorlint // what Rename returns
+	return os.Remove(t.temp.Name())
 }
 
 // fillGaps writes what a PyTorch file has between and behind its tensors: their checksums.
@@ -299,7 +334,7 @@ func outputError(path string, err error) error {
 // folderTarget is a folder for a model of several files. It is complete or absent.
 type folderTarget struct {
 	path     string // as typed, cleaned
-	temp     string // renamed to path by commit
+	temp     string // renamed to path by commit or, if path exists, what is in it is moved there
 	document tensorfile.Document
 	files    []*target
 }
@@ -312,8 +347,12 @@ func newFolderTarget(path string) (*folderTarget, error) {
 	if len(entries) > 0 {
 		return nil, usage("--output %s: the folder is not empty; use a new folder or a file", path)
 	}
-	if err == nil || errors.Is(err, fs.ErrNotExist) {
-		t.temp = filepath.Join(filepath.Dir(t.path), ".tensorferry-"+rand.Text())
+	dir := t.path // it may be mounted, so that it cannot be replaced
+	if errors.Is(err, fs.ErrNotExist) {
+		dir, err = filepath.Dir(t.path), nil
+	}
+	if err == nil {
+		t.temp = filepath.Join(dir, ".tensorferry-"+rand.Text())
 		err = os.Mkdir(t.temp, 0o777)
 	}
 	return t, outputError(t.path, err)
@@ -363,9 +402,14 @@ func (t *folderTarget) commit() error {
 		}
 	}
 	err := os.WriteFile(filepath.Join(t.temp, t.document.Index), []byte(t.document.Text), 0o666)
-	if err == nil {
-		_ = os.Remove(t.path) // there may be an empty folder
-		err = os.Rename(t.temp, t.path)
+	if err == nil && filepath.Dir(t.temp) != t.path {
+		return outputError(t.path, os.Rename(t.temp, t.path))
+	}
+	for _, out := range t.files {
+		err = cmp.Or(err, os.Rename(out.real, out.path))
+	}
+	if err == nil { // the index comes last
+		err = os.Rename(filepath.Join(t.temp, t.document.Index), filepath.Join(t.path, t.document.Index))
 	}
 	return outputError(t.path, err)
 }

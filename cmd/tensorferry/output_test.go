@@ -87,3 +87,41 @@ func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
 	_, err = out.begin([]tensorfile.Entry{two[0], two[0]}, tensorfile.Document{})
 	require.ErrorIs(t, err, tensorfile.ErrFormat)
 }
+
+// shielded returns a file that may be written, in a folder that may not.
+func shielded(t *testing.T) string {
+	t.Helper()
+	if os.Getuid() == 0 {
+		t.Skip("root may write every folder")
+	}
+	dir := filepath.Join(t.TempDir(), "ro")
+	require.NoError(t, os.Mkdir(dir, 0o700))
+	path := filepath.Join(dir, "y.npy")
+	require.NoError(t, os.WriteFile(path, []byte("old"), 0o600))
+	require.NoError(t, os.Chmod(dir, 0o500))
+	t.Cleanup(func() { _ = os.Chmod(dir, 0o700) })
+	return path
+}
+
+func TestAFileInAFolderThatMayNotBeChangedIsWrittenInPlace(t *testing.T) {
+	path := shielded(t)
+	_, err := newTarget(path+".npy", false, nil)
+	require.ErrorContains(t, err, "permission denied", "there is no such file, and none can be made")
+	out, err := newTarget(path, false, nil)
+	require.NoError(t, err)
+	defer out.abandon()
+	w, err := out.open("x", tensor.Desc{DType: tensor.Int8, Shape: tensor.Shape{2}}, nil)
+	require.NoError(t, err)
+	_, err = w.Write([]byte("ab"))
+	require.NoError(t, err)
+	old, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, "old", string(old), "until it is whole")
+	require.NoError(t, out.commit())
+	got, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.Equal(t, "ab", string(got[len(got)-2:]))
+	left, err := os.ReadDir(filepath.Dir(path))
+	require.NoError(t, err)
+	require.Len(t, left, 1)
+}

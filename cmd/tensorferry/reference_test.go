@@ -36,7 +36,8 @@ func reference() string {
 Commands write only data to stdout, messages to stderr, and progress only to a terminal. ` + "`--json`" + ` prints one JSON value: a list if
 there may be several results, names in snake case, sizes in bytes; unknown values are absent. An error says what failed and why, and
 a hint says what to do. An output file is complete or absent: a command first writes to ` + "`.tensorferry-…`" + ` beside
-it, which may be deleted if the command was killed. Commands that need a server use ` + "`--server`" + `, else ` + "`TENSORFERRY_SERVER`" + `,
+it, which may be deleted if the command was killed; a file that cannot be replaced, as it is mounted or its folder may not be
+changed, is written in place at the end. Commands that need a server use ` + "`--server`" + `, else ` + "`TENSORFERRY_SERVER`" + `,
 else ` + "`127.0.0.1:50051`" + `; ` + "`show`" + ` and ` + "`demo`" + ` use a server only with ` + "`--server`" + `, ` + "`diff`" + ` only for ` + "`@NAME`" + `.
 ` + "`tensorferry completion SHELL`" + ` prints the completion script of bash, zsh, fish or powershell.
 

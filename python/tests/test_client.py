@@ -1,6 +1,8 @@
 """The client against a real server: errors, limits, cancels, streams, files, threads."""
 
 import array
+import contextlib
+import errno
 import functools
 import gc
 import io
@@ -15,6 +17,7 @@ import threading
 import time
 import unittest
 import warnings
+from unittest import mock
 
 import support
 import tensorferry as tf
@@ -409,6 +412,29 @@ class Results(support.Served):
 
             support.eventually(gone)
         self.client.call("echo", {"": b"abc"}, out={"y": os.devnull}).result()
+
+    def test_a_file_that_cannot_be_replaced_is_written_in_place(self):
+        def opened(path, *args, **kwargs):  # in a folder that may not be changed
+            if str(path).endswith(".tmp"):
+                raise PermissionError(errno.EACCES, "refused")
+            return open(path, *args, **kwargs)
+
+        busy = mock.patch("os.replace", side_effect=OSError(errno.EBUSY, "busy"))  # a mounted file
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "y")
+            with open(path, "wb") as file:
+                file.write(b"before, and longer")
+            for refused in (contextlib.nullcontext(), mock.patch("tensorferry._run.open", opened, create=True)):
+                with busy, refused, self.assertWarnsRegex(UserWarning, "was written in place: busy"):
+                    self.client.call("echo", {"": b"abc"}, out={"y": path}).result()
+                with open(path, "rb") as file:
+                    self.assertEqual(file.read(), b"abc")
+                self.assertEqual(os.listdir(folder), ["y"])
+            full = mock.patch("shutil.copyfile", side_effect=OSError(errno.ENOSPC, "full"))
+            with busy, full, self.assertRaisesRegex(OSError, "full; the whole result is in ") as caught:
+                self.client.call("echo", {"": b"xyz"}, out={"y": path}).result()
+            with open(caught.exception.strerror.rsplit(" ", 1)[1], "rb") as file:
+                self.assertEqual(file.read(), b"xyz")
 
     def test_a_view_keeps_its_memory(self):
         y = self.client.compute("echo", b"abcdef" * 1000)

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import itertools
 import os
+import shutil
+import tempfile
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO, Callable, Optional
@@ -27,6 +31,8 @@ from ._tensor import NAMES, Like, Source
 Progress = Callable[[str, int, int], None]
 _DEADLINE_EXCEEDED = 4  # one of gRPC's codes
 _numbers = itertools.count()  # of temporary files
+# A folder does not let a file of it be replaced: it may not be changed, or has the file mounted into it.
+_UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
 
 
 class File:
@@ -45,10 +51,25 @@ class File:
             path = os.fspath(out)
             if not os.path.exists(path) or os.path.isfile(path):
                 path = os.path.realpath(path)  # a link to it stays one
-                self.made = path = f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
-            self.file = open(path, "xb" if self.made else "wb")  # noqa: SIM115
+                if os.path.exists(path):
+                    open(path, "ab").close()  # may it be written?
+                self.file = self._beside(path)
+            else:
+                self.file = open(path, "wb")  # noqa: SIM115
         self.start = self.file.tell()
         self.header = b""  # that is not written
+
+    def _beside(self, path: str) -> BinaryIO:
+        made = f"{path}.{os.getpid()}-{next(_numbers)}.tmp"
+        try:
+            file = open(made, "xb")  # noqa: SIM115
+        except OSError as e:
+            if e.errno not in _UNWRITABLE or not os.path.exists(path):
+                raise
+            fd, made = tempfile.mkstemp()
+            file = open(fd, "wb")  # noqa: SIM115
+        self.made = made
+        return file
 
     def begin(self, name: str, dtype: int, shape: tuple[int, ...]) -> None:
         if self.file is not self.out:
@@ -76,7 +97,18 @@ class File:
         if made and failed:
             os.unlink(made)
         elif made:
-            os.replace(made, os.path.realpath(self.out))
+            path = os.path.realpath(self.out)
+            try:
+                os.replace(made, path)
+            except OSError as e:
+                if e.errno not in _UNWRITABLE:
+                    raise
+                try:
+                    shutil.copyfile(made, path)
+                except OSError as failed:
+                    raise OSError(failed.errno, f"{failed.strerror}; the whole result is in {made}", path) from None
+                os.unlink(made)
+                warnings.warn(f"{path} was written in place: {e.strerror}", stacklevel=2)
 
     def __del__(self) -> None:
         # Of a call that nobody waited for; a child after a fork leaves it to its parent.
