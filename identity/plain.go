@@ -43,15 +43,16 @@ func refuse(conn net.Conn, read string, code uint32, text string, details []byte
 				return
 			}
 		case *http2.HeadersFrame:
-			var fields bytes.Buffer
-			h := hpack.NewEncoder(&fields)
-			for _, field := range [][2]string{
-				{":status", "200"}, {"content-type", "application/grpc"}, {"grpc-status", strconv.Itoa(int(code))}, {"grpc-message", text},
-				{"grpc-status-details-bin", base64.RawStdEncoding.EncodeToString(details)},
-			} {
+			var encoded bytes.Buffer
+			h := hpack.NewEncoder(&encoded)
+			fields := [][2]string{{":status", "200"}, {"content-type", "application/grpc"}, {"grpc-status", strconv.Itoa(int(code))}, {"grpc-message", text}}
+			if len(details) > 0 { // empty ones would say OK
+				fields = append(fields, [2]string{"grpc-status-details-bin", base64.RawStdEncoding.EncodeToString(details)})
+			}
+			for _, field := range fields {
 				_ = h.WriteField(hpack.HeaderField{Name: field[0], Value: field[1]}) // writing to a buffer does not fail
 			}
-			_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: frame.StreamID, BlockFragment: fields.Bytes(), EndHeaders: true, EndStream: true})
+			_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: frame.StreamID, BlockFragment: encoded.Bytes(), EndHeaders: true, EndStream: true})
 		}
 	}
 	_, _ = io.CopyN(io.Discard, conn, goodbyeBytes) // closing with unread bytes would lose the text
