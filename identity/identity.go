@@ -19,6 +19,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -91,6 +92,12 @@ func (w *watched[T]) again() *watched[T] {
 	defer w.mu.Unlock()
 	w.looked = time.Time{}
 	return w
+}
+
+// OthersRead reports whether every user of this machine may read a file.
+func OthersRead(path string) bool {
+	i, err := os.Stat(path)
+	return err == nil && runtime.GOOS != "windows" && i.Mode()&0o004 != 0
 }
 
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a

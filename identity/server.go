@@ -60,6 +60,11 @@ func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 		return pool, err
 	}, files.ClientCA)
 	s.tokens = watch(s.readTokens, files.Tokens)
+	for _, path := range []string{files.Key, files.Tokens} {
+		if OthersRead(path) {
+			log.Warn("other users can read a secret: chmod o-r", slog.String("file", path))
+		}
+	}
 	pair, err := s.pair.get()
 	if err == nil {
 		s.warn(pair.Leaf)

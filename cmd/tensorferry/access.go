@@ -103,6 +103,11 @@ func (a *access) dial() (*client.Client, error) {
 			return nil, hinted{err, "tensorferry cert creates files for --ca, --cert and --key; openssl rand -hex 32 makes a token"}
 		}
 	}
+	for _, path := range []string{a.files.Key, a.files.Token} {
+		if identity.OthersRead(path) {
+			fmt.Fprintf(os.Stderr, "tensorferry: other users can read %s: chmod o-r\n", path)
+		}
+	}
 	cl, err := client.Dial(a.server, cfg)
 	if err != nil {
 		return nil, usageError{err}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"math"
 	"os"
 	"runtime/debug"
@@ -22,20 +23,28 @@ const (
 )
 
 // processMemory returns the memory that this process may use.
-func processMemory() int64 { return leastOf(memlimit.FromCgroup, memlimit.FromSystem) }
+func processMemory() int64 {
+	least, _, _ := leastOf(memlimit.FromCgroup, memlimit.FromSystem)
+	return least
+}
 
-// leastOf returns the least of GOMEMLIMIT and what is known of control groups and the machine.
-func leastOf(from ...memlimit.Provider) int64 {
-	least := uint64(debug.SetMemoryLimit(-1))
-	for _, ask := range from {
-		if n, err := ask(); err == nil && n > 0 {
-			least = min(least, n)
-		}
+// leastOf returns the least of GOMEMLIMIT and what is known of control groups and the machine,
+// which of them that is, and why the limit of the group, if there is one, cannot be seen.
+func leastOf(group, machine memlimit.Provider) (least int64, from string, unseen error) {
+	least, from = debug.SetMemoryLimit(-1), "GOMEMLIMIT"
+	n, err := group()
+	if err == nil && n > 0 && n < uint64(least) {
+		least, from = int64(n), "control group"
+	} else if err != nil && !errors.Is(err, memlimit.ErrNoLimit) {
+		unseen = err
+	}
+	if n, err := machine(); err == nil && n > 0 && n < uint64(least) {
+		least, from = int64(n), "machine"
 	}
 	if least == math.MaxInt64 {
-		return unknownMemory
+		least, from = unknownMemory, "nothing: it is assumed"
 	}
-	return int64(least)
+	return least, from, unseen
 }
 
 // limitHeap has Go collect garbage before the process exceeds its memory, unless GOMEMLIMIT is set.

@@ -14,16 +14,20 @@ func TestTheLeastOfWhatIsKnownHolds(t *testing.T) {
 	for name, tc := range map[string]struct {
 		group, machine memlimit.Provider
 		want           int64
+		from           string
+		unseen         bool
 	}{
-		"the group's":                 {memlimit.Limit(100), memlimit.Limit(200), 100},
-		"the machine's":               {memlimit.Limit(300), memlimit.Limit(200), 200},
-		"a group without a limit":     {unknown, memlimit.Limit(200), 200},
-		"a machine that does not say": {memlimit.Limit(100), none, 100},
-		"nothing is known":            {unknown, none, unknownMemory},
-		"version 1 without a limit":   {memlimit.Limit(math.MaxUint64), none, unknownMemory},
+		"the group's":                 {memlimit.Limit(100), memlimit.Limit(200), 100, "control group", false},
+		"the machine's":               {memlimit.Limit(300), memlimit.Limit(200), 200, "machine", false},
+		"a group that cannot be seen": {unknown, memlimit.Limit(200), 200, "machine", true},
+		"a group without a limit":     {func() (uint64, error) { return 0, memlimit.ErrNoLimit }, memlimit.Limit(200), 200, "machine", false},
+		"a machine that does not say": {memlimit.Limit(100), none, 100, "control group", false},
+		"nothing is known":            {unknown, none, unknownMemory, "nothing: it is assumed", true},
+		"version 1 without a limit":   {memlimit.Limit(math.MaxUint64), none, unknownMemory, "nothing: it is assumed", false},
 	} {
-		if got := leastOf(tc.group, tc.machine); got != tc.want {
-			t.Errorf("%s: got %d, want %d", name, got, tc.want)
+		got, from, unseen := leastOf(tc.group, tc.machine)
+		if got != tc.want || from != tc.from || (unseen != nil) != tc.unseen {
+			t.Errorf("%s: got %d from %s, unseen: %v; want %d", name, got, from, unseen, tc.want)
 		}
 	}
 	if got := processMemory(); got <= 0 {

@@ -19,6 +19,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/KimMachineGun/automemlimit/memlimit"
 	"github.com/spf13/cobra"
 
 	"github.com/tensorferry/tensorferry/compat/kpu"
@@ -310,7 +311,11 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 			}
 		}))
 	}
-	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()))
+	memory, from, unseen := leastOf(memlimit.FromCgroup, memlimit.FromSystem)
+	log.Info("starting", slog.String("version", version), slog.Int("pid", os.Getpid()), slog.String("memory", sizeText(memory)), slog.String("memory_from", from))
+	if unseen != nil && from != "GOMEMLIMIT" {
+		log.Warn("the memory limit of this container, if it has one, cannot be seen: set --memory and GOMEMLIMIT", slog.String("reason", unseen.Error()))
+	}
 	e, err := newEngines(c.engines, log)
 	if err != nil {
 		return err

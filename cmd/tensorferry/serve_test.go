@@ -127,7 +127,7 @@ func TestAServerThatIsToldToStopDrainsAndSaysSo(t *testing.T) {
 	o.get("/debug/pprof/", 404)
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.Zero(t, o.ends(), o.said())
-	require.Regexp(t, `(?s)msg=starting version=\S+ pid=\d+\n.*msg=listening.*msg=draining at_most_seconds=10\n.*msg=stopped drained=true\n$`, o.said())
+	require.Regexp(t, `(?s)msg=starting version=\S+ pid=\d+ memory=.* memory_from=.*\n.*msg=listening.*msg=draining at_most_seconds=10\n.*msg=stopped drained=true\n$`, o.said())
 }
 
 func TestAServerThatHadToCancelCallsEndsWithAFailure(t *testing.T) {

@@ -96,8 +96,12 @@ func storedJSONs(list []client.Stored) []storedJSON {
 	})
 }
 
+// sureMost is how many tensors rm removes without --yes: as many as fit in one look.
+const sureMost = 100
+
 func rmCommand() *cobra.Command {
-	return asking(&cobra.Command{
+	var yes bool
+	c := asking(&cobra.Command{
 		Use:   "rm NAME...",
 		Short: "remove tensors from a server",
 		Long: `Rm removes tensors from a server's store and prints their names. NAME may be a glob,
@@ -106,10 +110,14 @@ file in the server's folder cannot be removed; delete the file on the server.`,
 		Example: `  tensorferry rm x
   tensorferry rm 'experiments/7/*'`,
 		Args: takes(many, "NAME"),
-	}, rm)
+	}, func(ctx context.Context, cl *client.Client, names []string, out printer) error {
+		return rm(ctx, cl, names, yes, out)
+	})
+	c.Flags().BoolVar(&yes, "yes", false, "remove more than 100 tensors")
+	return c
 }
 
-func rm(ctx context.Context, cl *client.Client, names []string, out printer) error {
+func rm(ctx context.Context, cl *client.Client, names []string, yes bool, out printer) error {
 	list, err := storedOf(ctx, cl, names)
 	if err != nil {
 		return err
@@ -118,6 +126,9 @@ func rm(ctx context.Context, cl *client.Client, names []string, out printer) err
 		if s.File != "" {
 			return fmt.Errorf("%q belongs to the file %q in the server's folder; delete the file on the server", s.Name, s.File)
 		}
+	}
+	if len(list) > sureMost && !yes {
+		return hinted{usage("these are %d tensors, and nothing was removed", len(list)), "--yes removes more than 100"}
 	}
 	removed := []string{}
 	for some := range slices.Chunk(list, selectionsAtATime) {
