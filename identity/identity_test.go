@@ -1,6 +1,7 @@
 package identity_test
 
 import (
+	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -671,19 +672,19 @@ func TestAnHTTPConnectionIsJudgedOnce(t *testing.T) {
 
 func TestASecretThatOthersCanReadIsWarnedOf(t *testing.T) {
 	dir := t.TempDir()
-	_, err := WriteCertificates(dir, nil, "alice")
+	_, err := identity.WriteCertificates(dir, nil, "alice")
 	require.NoError(t, err)
 	tokens := filepath.Join(dir, "tokens")
 	require.NoError(t, os.WriteFile(tokens, []byte("alice "+strings.Repeat("x", 32)), 0o600))
 	warned := func() int {
 		var said bytes.Buffer
-		_, err := NewServer(ServerFiles{Cert: filepath.Join(dir, ServerFile), Key: filepath.Join(dir, ServerKeyFile), Tokens: tokens}, slog.New(slog.NewTextHandler(&said, nil)))
+		_, err := identity.NewServer(identity.ServerFiles{Cert: filepath.Join(dir, identity.ServerFile), Key: filepath.Join(dir, identity.ServerKeyFile), Tokens: tokens}, slog.New(slog.NewTextHandler(&said, nil)))
 		require.NoError(t, err)
 		return strings.Count(said.String(), "other users can read a secret")
 	}
 	require.Zero(t, warned())
 	require.NoError(t, os.Chmod(tokens, 0o604))
 	require.Equal(t, 1, warned())
-	require.NoError(t, os.Chmod(filepath.Join(dir, ServerKeyFile), 0o644))
+	require.NoError(t, os.Chmod(filepath.Join(dir, identity.ServerKeyFile), 0o644))
 	require.Equal(t, 2, warned())
 }
