@@ -19,7 +19,7 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began := time.Now()
-	held := small{budget: s.cfg.Budget}
+	held := s.small()
 	defer held.free()
 	if err := held.take(int64(proto.Size(req))); err != nil {
 		s.core.Refuse(admission.Calls)
@@ -47,16 +47,16 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	return resp, nil
 }
 
-// smallCalls holds the memory of all small calls.
-var smallCalls = slab.NewPrincipal("compute")
-
 // small is memory set aside for a call whose inputs and outputs lie in Go's heap until it
-// has been computed. All of them have half of the budget: the models that they wait for need
-// the rest.
+// has been computed. All of them have half of the budget, first of the part that is kept for
+// small calls: the models that they wait for need the rest.
 type small struct {
 	budget *slab.Budget
+	holder *slab.Principal // of all of them
 	bytes  int64
 }
+
+func (s *Server) small() small { return small{budget: s.cfg.Budget, holder: s.smalls} }
 
 // take sets memory aside for so many bytes more, or says why not.
 func (h *small) take(bytes int64) error {
@@ -68,7 +68,7 @@ func (h *small) take(bytes int64) error {
 
 // takeMemory is take for bytes that do not lie in Go's heap.
 func (h *small) takeMemory(n int64) error {
-	if h.budget.TryAcquire(smallCalls, n) {
+	if h.budget.TryAcquire(h.holder, n) {
 		h.bytes += n
 		return nil
 	}
@@ -85,7 +85,7 @@ func (h *small) takeMemory(n int64) error {
 // free gives the memory back.
 func (h *small) free() {
 	if h.bytes > 0 {
-		h.budget.Release(smallCalls, h.bytes)
+		h.budget.Release(h.holder, h.bytes)
 		h.bytes = 0
 	}
 }

@@ -126,6 +126,7 @@ type Server struct {
 	cfg       Config
 	log       *slog.Logger
 	core      *serving.Core
+	smalls    *slab.Principal // holds the memory of the messages of small calls
 	storing   *storing.Service
 	models    *Models
 	endpoints []*endpoint // the first serves the listeners given to Serve
@@ -168,6 +169,7 @@ func New(cfg Config) (*Server, error) {
 			return s.storing.Task(on, m, now, part)
 		},
 	})
+	s.smalls = slab.NewPrincipal("compute").In(s.core.Smalls)
 	s.models = &Models{server: s}
 	s.storing = &storing.Service{Core: s.core, Store: cfg.Store, Sources: cfg.Sources}
 	if cfg.Metrics != nil {
@@ -285,7 +287,6 @@ func ListenAndServe(ctx context.Context, address string, models ...engine.Model)
 // may be called for several listeners. The first call also serves those of Config.Services.
 func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
-		s.core.Start()
 		// Sent data may stay unread for so long, or twice as long, before its connection is
 		// closed. The RPC itself fails before that.
 		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Done())

@@ -215,7 +215,7 @@ type Buffer struct {
 // They are charged to Config.Budget, as the messages of small calls are, until Free.
 func (m *Models) Buffer(n int64) (Buffer, error) {
 	size := slab.SizeOf(n)
-	held := small{budget: m.server.cfg.Budget}
+	held := m.server.small()
 	if err := held.takeMemory(size); err != nil {
 		return Buffer{}, err
 	}

@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 )
 
 // ErrBudget is wrapped when an amount can never be granted.
@@ -14,10 +15,14 @@ var ErrBudget = errors.New("slab: over the budget")
 
 // Principal is who holds bytes of a Budget: one pointer, one principal. Nil is a
 // principal too, whom all share that have no other.
-type Principal struct{ name string }
+type Principal struct {
+	name string
+	kept *Kept
+	in   atomic.Pointer[Principal] // what In returned
+}
 
 // NewPrincipal returns a principal with a name for logs and panics, perhaps not its alone.
-func NewPrincipal(name string) *Principal { return &Principal{name} }
+func NewPrincipal(name string) *Principal { return &Principal{name: name} }
 
 // Name returns the name.
 func (p *Principal) Name() string {
@@ -25,6 +30,28 @@ func (p *Principal) Name() string {
 		return "nobody"
 	}
 	return p.name
+}
+
+// In returns the principal for what p, who is not nil, holds of a part that is kept: the same
+// one each time, so p has one such part.
+func (p *Principal) In(k *Kept) *Principal {
+	p.in.CompareAndSwap(nil, &Principal{name: p.name, kept: k})
+	return p.in.Load()
+}
+
+// Kept is a part of a Budget for principals that Principal.In makes. They get its bytes at
+// once, whoever else waits, each up to half of them; what they hold beyond is everybody's.
+type Kept struct {
+	of          *Budget
+	limit, used int64 // guarded by of.mu
+}
+
+// free returns what is left; mu is held. Nil is a part of no bytes.
+func (k *Kept) free() int64 {
+	if k == nil {
+		return 0
+	}
+	return max(0, k.limit-k.used)
 }
 
 // Budget bounds the bytes promised at a time. Whoever asks gets all or nothing,
@@ -40,6 +67,8 @@ type Budget struct {
 	mu      sync.Mutex // guards all below
 	used    int64
 	peak    int64
+	keeps   int64 // limits of all parts
+	kept    int64 // bytes free in them
 	holders map[*Principal]int64
 	queue   []*waiter
 	spare   map[*func() bool]struct{} // of Reclaim
@@ -62,12 +91,16 @@ func NewBudget(name string, limit int64) *Budget {
 // budget fails at once with ErrBudget.
 func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error {
 	b.mu.Lock()
-	if n > b.limit || n < 0 {
+	if most := b.limit - b.keeps; n > most || n < 0 {
+		apart := ""
+		if b.keeps > 0 {
+			apart = fmt.Sprintf(", of which %d are kept for small calls", b.keeps)
+		}
 		b.mu.Unlock()
-		return fmt.Errorf("%w for %s: %d bytes asked, the budget is %d", ErrBudget, b.name, n, b.limit)
+		return fmt.Errorf("%w for %s: %d bytes asked, the budget is %d%s", ErrBudget, b.name, n, b.limit, apart)
 	}
-	b.reclaim(n)
-	if len(b.queue) == 0 && n <= b.limit-b.used {
+	b.reclaim(holder, n)
+	if b.within(holder, n) || len(b.queue) == 0 && b.fits(holder, n) {
 		b.grant(holder, n)
 		b.mu.Unlock()
 		return nil
@@ -94,18 +127,61 @@ func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error 
 	return fmt.Errorf("slab: %d bytes of the %s budget of %d did not become free: %w", n, b.name, b.limit, context.Cause(ctx))
 }
 
-// TryAcquire grants n bytes only if nobody waits and holder stays within its half.
+// TryAcquire grants n bytes only if nobody waits, or they are kept for holder, and holder stays
+// within its half.
 func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if n < 0 || len(b.queue) > 0 || n > b.limit/poolShare-b.holders[holder] {
+	if n < 0 || n > b.limit/poolShare-b.holders[holder] {
 		return false
 	}
-	if b.reclaim(n); len(b.queue) > 0 || n > b.limit-b.used {
+	if len(b.queue) == 0 {
+		b.reclaim(holder, n)
+	}
+	if !b.within(holder, n) && (len(b.queue) > 0 || !b.fits(holder, n)) {
 		return false
 	}
 	b.grant(holder, n)
 	return true
+}
+
+// Keep keeps n bytes apart, until stop is called.
+func (b *Budget) Keep(n int64) (k *Kept, stop func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	k = &Kept{of: b}
+	set := func(limit int64) {
+		b.keeps += limit - k.limit
+		b.kept -= k.free()
+		k.limit = limit
+		b.kept += k.free()
+	}
+	set(n)
+	return k, func() {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		set(0)
+		b.admit()
+	}
+}
+
+// part returns the part of b that is kept for a holder, or nil; mu is held.
+func (b *Budget) part(holder *Principal) *Kept {
+	if holder == nil || holder.kept == nil || holder.kept.of != b {
+		return nil
+	}
+	return holder.kept
+}
+
+// within reports whether n bytes are kept for holder; mu is held.
+func (b *Budget) within(holder *Principal, n int64) bool {
+	k := b.part(holder)
+	return k != nil && n <= k.free() && n <= k.limit/poolShare-b.holders[holder]
+}
+
+// fits reports whether there are n bytes for holder; mu is held.
+func (b *Budget) fits(holder *Principal, n int64) bool {
+	return n-min(n, b.part(holder).free()) <= b.limit-b.used-b.kept
 }
 
 // Hold grants n bytes to holder that it has already, whether they fit or not. Whoever asks
@@ -143,8 +219,8 @@ func (b *Budget) Waited() bool {
 
 // reclaim makes room for n bytes as far as that is possible. It is called with the
 // lock, and gives it away for a while.
-func (b *Budget) reclaim(n int64) {
-	for more := true; more && n > b.limit-b.used; {
+func (b *Budget) reclaim(holder *Principal, n int64) {
+	for more := true; more && !b.fits(holder, n); {
 		more = false
 		for spare := range maps.Clone(b.spare) {
 			b.mu.Unlock()
@@ -169,17 +245,25 @@ func (b *Budget) Used() (used, peak, limit int64) {
 }
 
 func (b *Budget) grant(holder *Principal, n int64) {
-	b.used += n
+	b.add(holder, n)
 	b.peak = max(b.peak, b.used)
+}
+
+func (b *Budget) add(holder *Principal, n int64) {
+	b.used += n
 	b.holders[holder] += n
+	if k := b.part(holder); k != nil {
+		b.kept -= k.free()
+		k.used += n
+		b.kept += k.free()
+	}
 }
 
 func (b *Budget) release(holder *Principal, n int64) {
 	if n < 0 || n > b.holders[holder] {
 		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder.Name(), n, b.holders[holder]))
 	}
-	b.used -= n
-	if b.holders[holder] -= n; b.holders[holder] == 0 {
+	if b.add(holder, -n); b.holders[holder] == 0 {
 		delete(b.holders, holder)
 	}
 	b.admit()
@@ -188,8 +272,9 @@ func (b *Budget) release(holder *Principal, n int64) {
 // admit grants from the front of the queue. A waiter whose holder already has
 // its half is passed over while another holder waits behind it; any other
 // waiter that does not fit yet stops the line, so that large ones are not
-// starved by small ones.
+// starved by small ones, but for those whose part has room.
 func (b *Budget) admit() {
+	stopped := false
 	for i := 0; i < len(b.queue); {
 		w := b.queue[i]
 		over := b.holders[w.holder] > 0 && w.n > b.limit/poolShare-b.holders[w.holder]
@@ -197,12 +282,14 @@ func (b *Budget) admit() {
 			i++
 			continue
 		}
-		if w.n > b.limit-b.used {
-			return
+		if !b.within(w.holder, w.n) && (stopped || !b.fits(w.holder, w.n)) {
+			stopped = true
+			i++
+			continue
 		}
 		b.queue = slices.Delete(b.queue, i, i+1)
 		b.grant(w.holder, w.n)
 		close(w.ready)
-		i = 0
+		i, stopped = 0, false
 	}
 }

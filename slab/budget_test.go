@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -429,4 +430,36 @@ func tell(limit int64, story []step) string {
 		return fmt.Sprintf("left over: %d bytes, holders %v, %d in the queue", used, b.holders, len(b.queue))
 	}
 	return ""
+}
+
+func TestWhatIsKeptForAHolderIsItsWhoeverWaits(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := NewBudget("memory", 100)
+		part, stop := b.Keep(20)
+		small, other := NewPrincipal("small").In(part), NewPrincipal("other").In(part)
+		if err := b.Acquire(t.Context(), who("a"), 81); !errors.Is(err, ErrBudget) || !strings.Contains(err.Error(), "20 are kept") {
+			t.Errorf("%v, want ErrBudget: 20 bytes are never for others", err)
+		}
+		large, behind := ask(b, "a", 70), ask(b, "b", 20)
+		if !large.granted() || behind.done {
+			t.Fatal("want 70 granted and 20 waiting")
+		}
+		if !b.TryAcquire(small, 10) || !b.TryAcquire(other, 10) || b.TryAcquire(small, 1) {
+			t.Error("each has half of the part, at once, and no more while others wait")
+		}
+		got := make(chan error, 1)
+		go func() { got <- b.Acquire(t.Context(), small, 5) }()
+		synctest.Wait()
+		b.Release(small, 10) // its part has room again
+		if err := <-got; err != nil || behind.done {
+			t.Errorf("%v; want what is kept granted before what waits", err)
+		}
+		b.Release(small, 5)
+		stop()
+		synctest.Wait()
+		if !behind.granted() {
+			t.Error("what is not kept any more was not granted")
+		}
+		wantUsed(t, b, 100, 100)
+	})
 }

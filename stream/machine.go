@@ -21,6 +21,8 @@ type (
 	Instant = terms.Instant
 	// Stats counts what a machine has done.
 	Stats = terms.Stats
+	// Status is the state of a machine.
+	Status = terms.Status
 )
 
 // Machine is one side of a session. It belongs to one goroutine at a time.
@@ -56,24 +58,6 @@ func New(cfg Config, now Instant) *Machine {
 		m.calls.moves = lifecycle.Server
 	}
 	return m
-}
-
-// Status is the state of a machine.
-type Status struct {
-	Server   bool
-	Session  tensor.ID      // zero on a server before the hello
-	Open     bool           // the hellos have been exchanged, and Close was not called
-	Draining bool           // one side opens nothing new
-	Checksum codec.Checksum // of chunks
-	Codec    codec.Codec    // of the chunks sent: the first one in the peer's hello that Config names, too
-	// PeerChunkBytes is the largest chunk that the peer accepts.
-	PeerChunkBytes int64
-	PeerChunkIdle  Instant // the peer's idle timeout, unless this side says that it waits; 0 if unknown
-	PeerStores     bool    // calls may be puts and gets
-	PeerTensors    int     // open tensors that the peer accepts
-	Calls          int     // open
-	Err            error   // why the session ended, or nil
-	Stats          Stats
 }
 
 // Status returns the state of the machine.

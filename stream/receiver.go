@@ -33,7 +33,7 @@ type in struct {
 // announce adds an admitted tensor.
 func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) *in {
 	t := &in{transfer: transfer{call: k}, In: flow.In{
-		Tensor: flow.Tensor{Desc: *p, Geo: geo}, Owner: k, Summed: k.part.Put != nil, Unchecked: k.part.Get != nil && !r.cfg.OneWay,
+		Tensor: flow.Tensor{Desc: *p, Geo: geo}, Owner: k, Stays: p.OnAllowance && k.part.Put != nil, Unchecked: k.part.Get != nil && !r.cfg.OneWay,
 		Asm: assembler.New(p.Tensor, geo, r.cfg.Check, r.free),
 	}}
 	t.Desc.Shape = p.Shape.Clone()
@@ -63,6 +63,14 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled b
 	t.Asm.Lend(mem, done)
 	m.in.WantCredit(now, &t.In)
 	return nil
+}
+
+// Stay says whether a tensor on allowance stays in memory that is promised for such: while it
+// does, it is not acknowledged, and its part of the allowance does not go back.
+func (m *Machine) Stay(now Instant, id tensor.ID, stays bool) {
+	if t := m.in.tensors[id]; t != nil {
+		m.in.Stay(now, &t.In, stays)
+	}
 }
 
 // drop gives up a tensor. Its memory is returned to the lender, at the commit of a claim if

@@ -1,5 +1,10 @@
 package terms
 
+import (
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
 // Stats counts what a session has done. Bytes are bytes of tensors, whatever the codec.
 type Stats struct {
 	BytesIn, BytesOut   int64
@@ -21,4 +26,22 @@ func (s *Stats) Add(o Stats) {
 	s.Corrupt += o.Corrupt
 	s.Duplicate += o.Duplicate
 	s.CallsOpened += o.CallsOpened
+}
+
+// Status is the state of a machine.
+type Status struct {
+	Server   bool
+	Session  tensor.ID      // zero on a server before the hello
+	Open     bool           // the hellos have been exchanged, and Close was not called
+	Draining bool           // one side opens nothing new
+	Checksum codec.Checksum // of chunks
+	Codec    codec.Codec    // of the chunks sent: the first one in the peer's hello that Config names, too
+	// PeerChunkBytes is the largest chunk that the peer accepts.
+	PeerChunkBytes int64
+	PeerChunkIdle  Instant // the peer's idle timeout, unless this side says that it waits; 0 if unknown
+	PeerStores     bool    // calls may be puts and gets
+	PeerTensors    int     // open tensors that the peer accepts
+	Calls          int     // open
+	Err            error   // why the session ended, or nil
+	Stats          Stats
 }

@@ -10,7 +10,6 @@ import (
 	"maps"
 	"net"
 	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -371,12 +370,12 @@ func (s *Set) Watch(idle time.Duration, done <-chan struct{}) {
 
 // closing logs that a connection is about to be closed.
 func (s *Set) closing(peer net.Addr, why error) {
-	sampler := &s.loud
 	if errors.Is(why, inbound.ErrUnread) {
-		sampler = &s.unread
-	}
-	if n, due := sampler.Again(); due {
-		s.cfg.Log.Warn("connection closed: "+strings.TrimPrefix(why.Error(), "inbound: "), slog.String("peer", peer.String()), slog.Int64("closed", n))
+		if n, due := s.unread.Again(); due {
+			s.cfg.Log.Warn("connection closed: its peer does not read", slog.String("peer", peer.String()), slog.Int64("closed", n))
+		}
+	} else if n, due := s.loud.Again(); due {
+		s.cfg.Log.Warn("connection closed for what its peer sends", slog.String("peer", peer.String()), slog.String("reason", why.Error()), slog.Int64("closed", n))
 	}
 }
 

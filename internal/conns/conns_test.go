@@ -242,7 +242,7 @@ func TestAConnectionThatIsClosedForItsFramesIsToldAndLogged(t *testing.T) {
 				sent, _ := io.ReadAll(c)
 				text := strings.TrimPrefix(inbound.ErrControl.Error(), "inbound: ")
 				require.Contains(t, string(sent), "\x00\x00\x00\x0b"+text, "GOAWAY, ENHANCE_YOUR_CALM")
-				require.Equal(t, 1, f.lines("connection closed: "+text))
+				require.Equal(t, 1, f.lines(text))
 			})
 		})
 	}

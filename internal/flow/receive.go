@@ -12,7 +12,7 @@ type In struct {
 	Asm       *assembler.Assembler
 	Owner     Owner
 	Open      bool   // counts in Receiver.Open
-	Summed    bool   // its Summary acknowledges it, if it is on allowance that is not short
+	Stays     bool   // on allowance, in memory that is promised for it: not acknowledged until that is free
 	Unchecked bool   // its last chunk is not acknowledged yet: its holder has not accepted it
 	acked     uint32 // chunks held at the last acknowledgement
 	resend    []uint32
@@ -74,8 +74,7 @@ func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	r.WantCredit(now, t)
 	short := r.Allowance > int64(r.Terms.Limits.AllowanceBytes)/2
 	switch news := t.Asm.Held() - t.acked; {
-	case t.Asm.Whole() && t.Unchecked && t.Geo.Count() == 1:
-	case t.Asm.Whole() && t.Summed && t.Desc.OnAllowance && !short:
+	case t.Asm.Whole() && (t.Stays || t.Unchecked && t.Geo.Count() == 1):
 	case t.Asm.Whole():
 		// Only the sender's memory waits for this one, so it is not urgent unless that
 		// memory is scarce, more than half of the allowance is in use, or the sender counts
@@ -85,6 +84,13 @@ func (r *Receiver) Arrived(now terms.Instant, t *In) {
 	case t.Desc.RetainChunks > 0 && news > 0:
 		// Also before it is due: the sender may be able to retain less than it hoped for.
 		r.WantAck(now, t, news >= max(1, t.Desc.RetainChunks/ackShare))
+	}
+}
+
+// Stay says whether a tensor stays in memory that is promised for it.
+func (r *Receiver) Stay(now terms.Instant, t *In, stays bool) {
+	if t.Stays = stays; t.Asm.Whole() {
+		r.Arrived(now, t)
 	}
 }
 

@@ -311,7 +311,7 @@ func (c *Conn) tell(last []byte) error {
 	}
 	defer close(c.told)
 	text := strings.TrimPrefix(c.why.Error(), "inbound: ")
-	b := binary.BigEndian.AppendUint32(last[:len(last):len(last)], uint32(8+len(text))<<8|typeGoAway)
+	b := binary.BigEndian.AppendUint32(slices.Clip(last), uint32(8+len(text))<<8|typeGoAway)
 	b = append(b, 0, 0, 0, 0, 0)
 	b = binary.BigEndian.AppendUint32(b, 1<<31-1) // any RPC may have been heard
 	b = binary.BigEndian.AppendUint32(b, enhanceYourCalm)

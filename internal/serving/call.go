@@ -223,7 +223,8 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
 			if in.used == in.geo.Size {
-				c.session.unstage(in) // the call may go on for long; return its share to the session now
+				c.session.unstage(in) // the call may go on for long; return its share to the peer now
+				c.session.Do(func(m *stream.Machine, now stream.Instant) { m.Stay(now, in.desc.Tensor, false) })
 			}
 		}
 		if wire == 0 {
@@ -407,7 +408,6 @@ func (c *call) release() {
 		if in.staged != nil {
 			c.session.unstage(in)
 		}
-		c.session.staging.give(in.taken)
 	}
 	if c.table > 0 {
 		c.session.core.Budget.Release(c.session.Holder, c.table)

@@ -72,7 +72,6 @@ func serveWithin(t testing.TB, memory int64, change func(*Config)) *fixture {
 	}
 	cfg.Session = cfg.Session.WithDefaults()
 	f.Core = New(cfg)
-	f.Start()
 	t.Cleanup(func() {
 		f.Close()
 		f.Wait()
@@ -129,12 +128,11 @@ func (f *fixture) isEmpty(t testing.TB) {
 	require.Equal(t, v.CallsOpened, ended, "calls that ended: %v", v.Ended)
 }
 
-// isIdle reports whether no call is open and no memory in use, but what idle sessions are
-// promised.
+// isIdle reports whether no call is open and no memory in use.
 func (f *fixture) isIdle() bool {
 	slabs, _ := f.host.Pool().Live()
 	v := f.Values()
-	return v.Calls == 0 && slabs == 0 && v.MemoryUsed <= v.Sessions*reservation(f.Config.Session.AllowanceBytes)
+	return v.Calls == 0 && slabs == 0 && v.MemoryUsed == 0
 }
 
 func (f *fixture) isIdleSoon(t testing.TB) {

@@ -343,6 +343,12 @@ func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine
 		cancel(fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait))
 	})
 	defer patience.Stop()
+	var bytes int64
+	for _, in := range call.Inputs {
+		n, _ := in.Desc.Bytes() // checked
+		bytes += n
+	}
+	call.Principal = c.small(call.Principal, bytes)
 	defer engine.Recovered(m.Info().Name, &err)
 	return m.Open(ctx, call)
 }

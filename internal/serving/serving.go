@@ -61,13 +61,14 @@ type Core struct {
 	Config // does not change
 	admission.Gates
 	counts
-	Failures     *failures.Log // of calls, as far as their callers are not told why
-	models       models
-	unanswered   sync.WaitGroup // requests between Begin and End; after draining is set, none is added
-	reservations reservations
-	forget       func()       // detaches the core from its registry and its budget
-	number       atomic.Int64 // of the last session
-	oneWays      atomic.Int64 // of those, carriers of a push or a pull
+	Failures   *failures.Log // of calls, as far as their callers are not told why
+	models     models
+	unanswered sync.WaitGroup // requests between Begin and End; after draining is set, none is added
+	allowances *slab.Kept     // for tensors on allowance
+	Smalls     *slab.Kept     // for small calls: their runs and messages
+	forget     func()         // detaches the core from its registry and its budget
+	number     atomic.Int64   // of the last session
+	oneWays    atomic.Int64   // of those, carriers of a push or a pull
 
 	ctx  context.Context // ends with Close; the cause is ErrShutdown
 	stop context.CancelCauseFunc
@@ -76,6 +77,7 @@ type Core struct {
 	mu       sync.Mutex            // guards all below
 	sessions map[*Session]struct{} // open
 	past     stream.Stats          // of sessions that have ended
+	promised int64                 // bytes, of the allowances of all sessions
 	draining bool
 }
 
@@ -99,13 +101,16 @@ func New(cfg Config) *Core {
 		c.counts.watch(name, m != nil)
 		c.models.watch(name, m)
 	})
-	keep := cfg.Budget.Reclaim(c.reservations.reclaim)
+	var noAllowances, noSmalls func()
+	c.allowances, noAllowances = cfg.Budget.Keep(c.limit() / allowancesShare)
+	c.Smalls, noSmalls = cfg.Budget.Keep(c.limit() / smallShare)
 	c.forget = sync.OnceFunc(func() {
 		stop()
 		for _, s := range c.models.all { // nobody changes them any more
 			s.stop()
 		}
-		keep()
+		noAllowances()
+		noSmalls()
 	})
 	return c
 }
@@ -148,10 +153,6 @@ func (c *Core) Begin() error {
 
 // End undoes Begin, once the request has been answered.
 func (c *Core) End() { c.unanswered.Done() }
-
-// Start starts a goroutine that watches the memory of idle sessions; it ends with Close. It
-// must be called once.
-func (c *Core) Start() { go c.reservations.watch(c.Budget, c.ctx.Done()) }
 
 // Done returns a channel that is closed when everything must end.
 func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }

@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"time"
 
-	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
@@ -28,10 +27,11 @@ type Session struct {
 	number    int64
 	calls     map[tensor.ID]*call
 	tasks     map[tensor.ID]Task
-	kind      Direction // of a one-way session; else empty
-	principal string    // of its RPC
-	staging   staging
-	retained  int // bytes retained for calls, as last reported to conn
+	kind      Direction       // of a one-way session; else empty
+	principal string          // of its RPC
+	allowance *slab.Principal // for tensors on allowance
+	promised  int64           // bytes of the budget for those
+	retained  int             // bytes retained for calls, as last reported to conn
 }
 
 // Conn carries frames.
@@ -72,6 +72,7 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 	if c.draining {
 		return nil, errDraining
 	}
+	s := &Session{From: from, core: c, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind}
 	allowance := &cfg.Limits.AllowanceBytes
 	if cfg.OneWay {
 		if err := c.EnterTransfer(kind, from); err != nil {
@@ -83,11 +84,7 @@ func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (
 		if err := c.Enter(admission.Sessions, from); err != nil {
 			return nil, err
 		}
-		*allowance = c.reservations.promise(c.Budget, *allowance)
-	}
-	s := &Session{
-		From: from, core: c, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind,
-		staging: staging{budget: c.Budget, promised: *allowance > 0, reserved: reservation(*allowance), all: &c.reservations},
+		*allowance, s.promised = c.promise(*allowance, cfg.Limits.OpenTensors)
 	}
 	cfg.Server, cfg.StoredBytes, cfg.NoAllowance, cfg.Codecs = true, c.StoredBytes, *allowance == 0, codec.All()
 	s.Session = session.New(cfg, s)
@@ -152,10 +149,10 @@ var ErrServed = errors.New("serving: served")
 func (s *Session) leave() {
 	var st stream.Stats
 	s.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
-	s.staging.close() // its calls are over
 	c := s.core
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.promised -= s.promised // its calls are over
 	delete(c.sessions, s)
 	if c.past.Add(st); s.OneWay() {
 		c.LeaveTransfer(s.kind, s.From)
@@ -187,7 +184,6 @@ type input struct {
 	ready  chan struct{} // closed when a tensor on allowance is complete; nil for one on credit
 	staged *slab.Slab    // memory in which a tensor on allowance waits; belongs to the call's goroutine after ready
 	used   int64         // bytes of staged copied into blocks; call goroutine only
-	taken  int64         // bytes taken from the session's staging; guarded as staged
 }
 
 // Received tells the connection how much calls retain. The session is locked.
@@ -216,7 +212,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventOpened:
 		name := fmt.Sprintf("%s/%d", m.Status().Session, s.number)
 		s.Holder = slab.NewPrincipal(name)
-		s.staging.holder, s.staging.reserver = s.Holder, slab.NewPrincipal(name+"/allowance")
+		s.allowance = slab.NewPrincipal(name + "/allowance").In(s.core.allowances)
 	case stream.EventTensor:
 		s.announced(m, now, e)
 	case stream.EventReady:
@@ -280,7 +276,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	}
 	in.ready = make(chan struct{})
 	var err error
-	if in.staged, in.taken, err = s.Stage(in.geo); err != nil {
+	if in.staged, _, err = s.Stage(in.geo); err != nil {
 		c.refuse(m, err)
 		return
 	}
@@ -290,36 +286,35 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 		}
 	}); err != nil {
 		s.unstage(in)
+	} else {
+		m.Stay(now, e.Tensor, true)
 	}
 }
 
 // Stage returns memory in which a tensor on allowance waits, and how many bytes Unstage gives
-// back: its chunk table counts, too. The error is a *RefusedError, or the pool's.
+// back. The error is a *RefusedError, or the pool's.
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
-	n := slab.SizeOf(geo.Size) + int64(geo.Count())*assembler.ChunkOverhead
-	if !s.staging.take(n) {
-		_, _, limit := s.core.Budget.Used()
-		return nil, 0, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, limit)
+	n := slab.PagesOf(geo.Size)
+	if !s.core.Budget.TryAcquire(s.allowance, n) { // it is promised: never
+		return nil, 0, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
 	}
-	mem, err := s.core.Pool.Get(int(geo.Size))
+	mem, err := s.core.Pool.GetPages(int(geo.Size))
 	if err != nil {
-		s.staging.give(n)
+		s.Unstage(n)
 		return nil, 0, err
 	}
 	return mem, n, nil
 }
 
 // Unstage gives back bytes that Stage took, whose memory is released.
-func (s *Session) Unstage(n int64) { s.staging.give(n) }
+func (s *Session) Unstage(n int64) { s.core.Budget.Release(s.allowance, n) }
 
 // unstage releases the memory in which a tensor on allowance waited, which nothing uses any
-// more. Its chunk table stays until the call ends.
+// more.
 func (s *Session) unstage(in *input) {
 	in.staged.Release()
 	in.staged = nil
-	n := slab.SizeOf(in.geo.Size)
-	in.taken -= n
-	s.Unstage(n)
+	s.Unstage(slab.PagesOf(in.geo.Size))
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.
