@@ -139,18 +139,22 @@ func (f *feed) desc() frame.Desc {
 // call is over, and returns how many chunks are read ahead.
 func (f *feed) announce(item int64) (ahead int) {
 	f.call.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
-		if !f.announced {
-			f.geo.ChunkBytes = even(max(item, f.geo.Size/tensor.MaxChunks+1), f.geo.ChunkBytes, int64(f.in.DType.Bits()/8))
+		chunk := even(max(item, f.geo.Size/tensor.MaxChunks+1), f.geo.ChunkBytes, int64(f.in.DType.Bits()/8))
+		if !f.announced && f.geo.Size/chunk < tensor.MaxChunks {
+			f.geo.ChunkBytes = chunk
 		}
 		ahead = slots * int(min(max(1, mib/f.geo.ChunkBytes), smallChunks))
-		if !f.announced {
-			f.announced = true
-			d := f.desc()
-			d.RetainChunks = uint32(ahead)
-			_ = m.OpenTensor(now, d)
-			if f.geo.ChunkBytes < f.geo.Size {
-				m.Gradual(f.id)
-			}
+		if f.announced {
+			return
+		}
+		f.announced = true
+		d := f.desc()
+		d.RetainChunks = uint32(ahead)
+		if err := m.OpenTensor(now, d); err != nil && !errors.Is(err, stream.ErrClosed) {
+			m.Finish(frame.Done{Call: f.call.id, Code: frame.InvalidArgument, Message: err.Error()})
+		}
+		if f.geo.ChunkBytes < f.geo.Size {
+			m.Gradual(f.id)
 		}
 	})
 	return ahead

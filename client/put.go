@@ -316,6 +316,8 @@ func (p *putting) send(t *pushed) bool {
 	}
 	if source, ok := errors.AsType[*session.SourceError](err); ok {
 		err = source.Err
+	} else {
+		err = fmt.Errorf("%w: tensor %q: %w", ErrInput, t.Name, err)
 	}
 	if p.together { // before its end is sent: the server may have all that was announced
 		p.stop(fmt.Errorf("nothing of the set is stored: %w", err))

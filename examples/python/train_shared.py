@@ -34,14 +34,12 @@ def server(trunk, *flags, at=None):
     if at:
         yield None, at
         return
-    program = os.environ.get("TENSORFERRY_BIN", "tensorferry")
     # With one thread torch adds in the same order every time. As a child the server prints
     # its address, and it ends with its input.
-    command = [program, "serve", "--child", "--listen", "127.0.0.1:0", "--python", f"trunk={trunk}", "--train", "trunk"]
+    command = [sys.executable, "-m", "tensorferry", "serve", "--child", "--listen", "127.0.0.1:0"]  # not of PATH
+    command += ["--python", f"trunk={trunk}", "--train", "trunk", "--python-threads", "1", *flags]
     env = {**os.environ, "TENSORFERRY_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(
-        [*command, "--python-threads", "1", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    ) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         address = process.stdout.readline().strip()
         if not address:
             raise SystemExit("the server did not start")

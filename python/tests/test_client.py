@@ -65,6 +65,31 @@ class Retries(unittest.TestCase):
 
 
 class Errors(support.Served):
+    def test_a_name_goes_there_and_back_or_is_refused(self):
+        for name in ("é", "a//b", "x/__metadata__", "a b", "\U0001f600"):
+            self.assertEqual(self.client.push({name: b"1"})[0].name, name)
+            self.assertEqual(list(self.client.pull(_client._literal(name))), [name])
+            self.assertEqual(self.client.delete(name), [name])
+        for name in ("", "a/", "__metadata__", "a\nb", "a\0b", "a\x7fb", "x" * 1000):
+            with self.assertRaises(tf.InvalidArgument, msg=repr(name)):
+                self.client.push({name: b"1"})
+        for refused in (
+            lambda name: self.client.push({name: b"1"}),
+            lambda name: self.client.push({"a": b"1"}, metadata={"a": {name: "1"}}),
+            lambda name: self.client.push({"a": b"1"}, metadata={"a": {"k": name}}),
+            self.client.pull,
+            self.client.delete,
+            self.client.list,
+            lambda name: self.client.compute(name, b"1"),
+            lambda name: self.client.call("echo", {name: b"1"}),
+            lambda name: self.client.call("affine", {"x": b"1"}, params={"a": name}),
+            lambda name: self.client.call("echo", {"x": b"1"}, out={name: bytearray(1)}),
+        ):
+            with self.assertRaisesRegex(ValueError, r"'.udc80w' has a lone surrogate.*use another name"):
+                refused("\udc80w")
+        self.assertEqual(self.client.list(), [])
+        self.assertEqual(bytes(self.client.compute("echo", b"1")), b"1")
+
     def test_a_failure_has_a_class_a_code_and_a_hint(self):
         with self.assertRaises(tf.NotFound) as e:
             self.client.compute("nix", b"1")
@@ -650,6 +675,27 @@ class Modules(support.Served):
             self.assertTrue(other[3].weight.requires_grad)
             self.client.delete("**")
 
+    def test_a_prefix_is_a_folder(self):
+        net, other = support.torch.nn.Linear(2, 3), support.torch.nn.Linear(2, 3)
+        self.assertEqual({p.name for p in self.client.push_module(net, "net")}, {"net/weight", "net/bias"})
+        for prefix in ("net", "net/"):
+            support.torch.nn.init.zeros_(other.weight)
+            self.client.load_into(other, prefix)
+            self.assertTrue(support.torch.equal(other.weight, net.weight))
+        self.client.delete("**")
+
+    def test_a_module_of_more_tensors_than_a_message_names_comes_back(self):
+        torch = support.torch
+        net, other = (
+            torch.nn.ParameterList([torch.nn.Parameter(torch.full((1,), k + i)) for i in range(1025)])
+            for k in (0.0, 5.0)
+        )
+        self.client.push_module(net, "many/")
+        self.client.load_into(other, "many/")
+        self.assertEqual([float(p) for p in other], [float(p) for p in net])
+        names = sorted("many/" + name for name in net.state_dict())
+        self.assertEqual(sorted(self.client.delete(*names)), names)
+
     def test_a_store_that_does_not_fit_changes_nothing(self):
         torch = support.torch
         net = self.module()
@@ -716,6 +762,44 @@ class Together(support.Served):
             self.client.compute("echo", b"1")
         self.assertLess(time.monotonic() - start, 0.8)
         slow.join()
+
+
+class Finds(unittest.TestCase):
+    def command(self, script, *args, **env):
+        """Run the command, or a script, with the package of this test."""
+        return subprocess.run(
+            [*script, *args], capture_output=True, text=True, timeout=30, check=False,
+            env={**os.environ, "PYTHONPATH": str(pathlib.Path(tf.__file__).parents[1]), **env},
+        )  # fmt: skip
+
+    def test_the_packages_own_command_is_not_taken_for_the_program(self):
+        program = support.program()
+        with tempfile.TemporaryDirectory() as folder:
+
+            def script(name, text):
+                path = pathlib.Path(folder, name)
+                path.write_text(text)
+                path.chmod(0o755)
+                return str(path)
+
+            os.mkdir(f"{folder}/real")
+            os.symlink(program, f"{folder}/real/tensorferry")
+            own = script("tensorferry", f"#!{sys.executable}\nfrom tensorferry._program import main\nmain()\n")
+            found = self.command([own], "version", TENSORFERRY_BIN=own, PATH=f"{folder}:{folder}/real")
+            self.assertEqual((found.returncode, found.stderr), (0, ""))
+            code = "import tensorferry._program as p; print(p.find() != p.os.environ['TENSORFERRY_BIN'])"
+            found = self.command([sys.executable, "-c", code], TENSORFERRY_BIN=own, PATH=f"{folder}:{folder}/real")
+            self.assertEqual(found.stdout, "True\n")
+            wrapper = script("wrapper", f'#!/bin/sh\nexec {own} "$@"\n')
+            failed = self.command([own], "version", TENSORFERRY_BIN=wrapper)
+            self.assertRegex(failed.stderr, "wrapper' starts this command again; set TENSORFERRY_BIN to the program")
+
+    def test_the_command_need_not_be_on_the_path(self):
+        said = self.command(
+            [sys.executable, "-m", "tensorferry"], "version", TENSORFERRY_BIN=support.program(), PATH=""
+        )
+        self.assertEqual((said.returncode, said.stderr), (0, ""))
+        self.assertTrue(said.stdout.strip())
 
 
 class Ends(unittest.TestCase):

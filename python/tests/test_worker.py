@@ -19,7 +19,7 @@ import unittest.mock
 from typing import Any
 
 import tensorferry as tf
-from support import descriptors, needs_numpy, needs_torch, numpy, pattern, program, torch
+from support import descriptors, eventually, needs_numpy, needs_torch, numpy, pattern, program, torch
 from tensorferry import _tensor
 from tensorferry._link import Memory
 from tensorferry._model import find, prepare
@@ -292,6 +292,28 @@ class Computes(unittest.TestCase):
 
         with self.assertRaisesRegex(tf.Internal, "not today"):
             self.served(Given).compute("m", tf.Tensor(b"x"))
+
+    def test_a_server_does_not_need_somewhere_to_log(self) -> None:
+        closed, full = io.StringIO(), unittest.mock.Mock()
+        closed.close()
+        full.write.side_effect = OSError("no space")
+
+        def fails(x: Any) -> Any:
+            raise KeyError("secret")
+
+        for stderr in (None, closed, full):
+            with unittest.mock.patch.object(sys, "stderr", stderr):
+                server = tf.serve(fails, port=0, name="m", array="tensor")
+                with tf.connect(server.address) as c:
+                    for _ in range(4):
+                        with self.assertRaisesRegex(tf.Internal, "KeyError"):
+                            c.compute("m", tf.Tensor(b"x"))
+                    eventually(lambda server=server: server._dropped >= 1)
+            with unittest.mock.patch.object(sys, "stderr", io.StringIO()) as log:
+                server._write("again\n")
+                self.assertRegex(log.getvalue(), r"^tensorferry: \d+ lines of .* could not be written\nagain\n$")
+            server.close()
+            self.assertEqual(server._process.returncode, 0)
 
     def test_a_server_is_closed_once(self) -> None:
         server = tf.serve(lambda x: x, port=0, name="m", array="tensor")

@@ -560,7 +560,7 @@ class Client:
 
     @driven
     def push_module(self, module: Any, prefix: str = "", *, timeout: Optional[float] = None) -> Steps[list[Pushed]]:
-        """Store what the state_dict of a torch module has, together, by names with a prefix."""
+        """Store what the state_dict of a torch module has, together, by names below a prefix, such as net/."""
         pushed: list[Pushed] = yield from unwrap(Client.push)(self, _state(module, prefix), all=True, timeout=timeout)
         return pushed
 
@@ -572,7 +572,7 @@ class Client:
         leaves the module as it was.
         """
         state = _state(module, prefix)
-        found = {t.name: t for t in (yield from unwrap(Client.list)(self, _literal(prefix) + "**"))}
+        found = {t.name: t for t in (yield from unwrap(Client.list)(self, _literal(_under(prefix)) + "**"))}
         wrong = []
         for name, x in state.items():
             t, dtype, shape = found.get(name), NAMES[_tensor.number_of(x.dtype)], tuple(x.shape)
@@ -757,6 +757,7 @@ def _strings(what: str, given: Iterable[Any]) -> None:
     for text in given:
         if not isinstance(text, str):
             raise TypeError(f"{what} is {text!r}; it must be a str")
+        _wire.encoded(text)
 
 
 def _metadata(metadata: Optional[Mapping[str, Mapping[str, str]]]) -> Mapping[str, Mapping[str, str]]:
@@ -778,7 +779,12 @@ def _seconds(timeout: float) -> None:
 def _state(module: Any, prefix: str) -> dict[str, Any]:
     if not hasattr(module, "state_dict"):
         raise TypeError(f"a {type(module).__name__} is not a torch module")
-    return {prefix + name: x for name, x in module.state_dict().items()}
+    return {_under(prefix) + name: x for name, x in module.state_dict().items()}
+
+
+def _under(prefix: str) -> str:
+    """Return what names below a prefix begin with."""
+    return prefix if not prefix or prefix.endswith("/") else prefix + "/"
 
 
 def _literal(name: str) -> str:

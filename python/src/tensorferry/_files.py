@@ -33,6 +33,8 @@ def header(path: str | os.PathLike[str], name: str, dtype: int, shape: tuple[int
         text += " " * (-(10 + len(text) + 1) % 64) + "\n"
         return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
     if ending == ".safetensors":
+        if name == "__metadata__":
+            raise ValueError(f"{name!r} is where a .safetensors file has its metadata; use .npy")
         if kind not in _SAFETENSORS:
             raise ValueError(f"{name!r}: a .safetensors file has no {kind}; use .npy")
         entry = {"dtype": _SAFETENSORS[kind], "shape": shape, "data_offsets": [0, size_of(dtype, shape)]}

@@ -335,17 +335,11 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
 
 
 def _own(made: Any, device: Any) -> Any:
-    """Modules like those of a tree, over the same parameters and buffers, in eval mode: the program's are left alone.
-
-    What is on another device is copied there. What a module has beside is copied, or shared where it cannot be.
-    """
+    """A tree of modules like the program's, over the same parameters and buffers, in eval mode on a device."""
     import torch
 
     place, memo = torch.device(device), {}  # memo is deepcopy's: what stands for an object, by its id
-    seen: set[int] = set()
-    modules: list[Any] = []
-    functions: list[Any] = []
-    left = [made]
+    modules, functions, left, seen = list[Any](), list[Any](), [made], set[int]()
     while left:
         x = left.pop()
         if id(x) in seen:
@@ -384,9 +378,8 @@ def _own(made: Any, device: Any) -> Any:
                     vars(memo[id(x)])[name] = copy.deepcopy(value, memo)
                 except Exception:  # a lock, say, or what autograd has made
                     vars(memo[id(x)])[name] = value
-    for x in reversed(modules):
-        if hasattr(x, "dynamo_ctx"):  # torch.compile has bound its forward to the program's module
-            memo[id(x)].__init__(memo[id(x._orig_mod)], x.dynamo_ctx)
+    for x in [m for m in reversed(modules) if hasattr(m, "dynamo_ctx")]:  # torch.compile has bound a forward
+        memo[id(x)].__init__(memo[id(x._orig_mod)], x.dynamo_ctx)
     return memo[id(made)].eval()
 
 

@@ -309,7 +309,7 @@ class Run(Target):
             raise self.error
 
     def _unsent(self) -> str:
-        held = [(feed.sent[feed._at][0], n) for feed in self.feeds if (n := feed.unsent())]
+        held = [(feed.sent[feed._at][0], n) for feed in self.feeds if (n := feed._length)]
         return "".join(f"; {n} bytes of {name!r} were made and not sent" for name, n in held)
 
     def close(self) -> None:
@@ -375,6 +375,7 @@ class Feed:
         self._by_hand = any(source.items is not None for _, _, source in sources)
         # What is made for a call goes when a chunk of it is whole; the first piece says how large one is.
         self._gradual, self._chunk, self._alone = self._by_hand and not run.pushed, 0, False
+        self._looks = False
         self._asking = 0  # the thread that is in the caller's iterator
         self._ahead: list[Any] = []
         for _, name, source in sources:
@@ -408,10 +409,6 @@ class Feed:
                 self._alone = i == 1
                 break
 
-    def unsent(self) -> int:
-        """Return how many bytes were made that wait for others."""
-        return self._length if self._begun else 0
-
     def stop(self) -> None:
         """Send no more. What is on its way comes back to others."""
         self._over = True
@@ -432,7 +429,7 @@ class Feed:
         try:
             while (self._begun or self._spare) and not self._over:
                 if not self._send():
-                    return False
+                    return self._looks
                 if self._by_hand:
                     break
         finally:
@@ -461,14 +458,12 @@ class Feed:
         piece = self._begun = self._begun or self._spare.pop()
         if not self._fill(piece):
             return False
-        length, self._begun, self._length = self._length, None, 0
+        length, self._begun, self._length, self._looks = self._length, None, 0, False
         self._chunk = self._chunk or length
         if length:
             self._link.lend(piece, self._back)
             self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
             self.sent[self._at][1] += length
-            if self._gradual and self._source is not None and self._filled == self._source.nbytes:
-                self._is_at_end()
         else:
             self._link.put(piece)
             self.stop()
@@ -492,16 +487,20 @@ class Feed:
         while self._length < self._piece and self._filled < source.nbytes:
             block = self._block
             if block is None:
-                # Without a range for the next item, more go into this piece.
-                if self._gradual and (self._spare or self._alone) and self._is_whole(source):
-                    return True
+                # Without a range for the next item, more go into this piece, after a look whether one has come.
+                if self._gradual and self._is_whole(source):
+                    if self._spare or self._alone:
+                        return True
+                    self._looks = not self._looks
+                    if self._looks:
+                        return False
                 try:
                     block = self._made()
                 except StopIteration:
                     raise ValueError(f"a Stream of {source.nbytes} bytes ends after {self._filled}") from None
                 if block is None:
                     return False
-                self._block, self._offset = block, 0
+                self._block, self._offset, self._looks = block, 0, False
                 if self._gradual and not self._filled and block.nbytes > self._piece:
                     # A large item goes in equal pieces of whole elements, unless only small ones would do.
                     least, width = -(-block.nbytes // self._piece), _tensor.WIDTHS[source.dtype]
@@ -520,8 +519,12 @@ class Feed:
             self._offset += n
             if self._offset == block.nbytes:
                 self._block = None
-        # Before the last piece goes: with it the call could end well. But who has made another may wait for its result.
-        return self._filled < source.nbytes or bool(self._gradual and self._chunk) or self._is_at_end()
+        # Before the last piece goes: with it the call could end well. But in an event loop, whose turn says whether
+        # there is more, the items of a call may wait for its result.
+        if self._filled < source.nbytes or self._is_at_end():
+            return True
+        self._looks = self._gradual and not self._looks
+        return self._gradual and not self._looks
 
     def _is_at_end(self) -> bool:
         """Report whether the current tensor has no more bytes, and raise if it is a Stream that yields more."""

@@ -40,6 +40,7 @@ class Server:
             )  # fmt: skip
         # Its log goes on to stderr; the end of it says why a server did not start.
         self._last: deque[str] = deque(maxlen=4)
+        self._dropped = 0  # lines that could not be written
         self._log = threading.Thread(target=self._copy_log, name="tensorferry-log", daemon=True)
         self._log.start()
         try:
@@ -69,7 +70,16 @@ class Server:
             for line in log:
                 text = line.decode(errors="replace")
                 self._last.append(text.rstrip())
-                sys.stderr.write(text)
+                self._write(text)
+
+    def _write(self, text: str) -> None:
+        try:
+            if self._dropped:
+                sys.stderr.write(f"tensorferry: {self._dropped} lines of the server's log could not be written\n")
+            self._dropped = 0
+            sys.stderr.write(text)
+        except Exception:  # stderr is None or closed, say; the server's pipe is read all the same
+            self._dropped += 1
 
     def __repr__(self) -> str:
         return f"<tensorferry.Server at {self.address}>"

@@ -124,7 +124,7 @@ def head(packet: Buffer, size: int) -> tuple[int, int, int]:
 
 def text(value: str) -> bytes:
     """Return a text as it stands in a message."""
-    raw = value.encode()
+    raw = encoded(value)
     if len(raw) > 0xFFFF:
         raise ValueError(f"a text of {len(raw)} bytes; at most 65535 fit")
     return _U16.pack(len(raw)) + raw
@@ -220,9 +220,23 @@ def unpack_region(packet: Buffer, size: int) -> tuple[int, int, int, Extent]:
     return number, offset, length, Extent._make(place)
 
 
+def encoded(text: str) -> bytes:
+    """Return a text in UTF-8, which has no lone surrogates: two names must not become one."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as err:
+        part = text[max(0, err.start - 32) : err.end + 32]
+        raise ValueError(f"{part!r} has a lone surrogate, which no text in UTF-8 can have; use another name") from None
+
+
 def to_json(value: Any) -> bytes:
     """Return value as the JSON of a message."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+    return encoded(json.dumps(value, separators=(",", ":"), ensure_ascii=False))
+
+
+def words(text: str) -> str:
+    """Return a text for people, whose lone surrogates are replaced."""
+    return text.encode(errors="replace").decode()
 
 
 def from_json(raw: Buffer) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Worker:
     def refuse(self, err: BaseException) -> None:
         """Says that the model does not load."""
         last = traceback.format_exception_only(type(err), err)[-1].strip()
-        self.link.send(wire.encode(wire.READY, json=wire.to_json({"error": last[:MESSAGE_CHARACTERS]})))
+        self.link.send(wire.encode(wire.READY, json=wire.to_json({"error": wire.words(last[:MESSAGE_CHARACTERS])})))
 
     def serve(self, model: Prepared) -> None:
         """Computes until the end of the link."""
@@ -324,8 +324,8 @@ def failure(err: Exception) -> tuple[int, bytes]:
         code, message = EXHAUSTED, str(err)
     elif getattr(err, "public", False) is True:
         code, message, trace = (err.code if isinstance(err, ModelError) else code), str(err), ""
-    says = {"message": message[:MESSAGE_CHARACTERS], "public": True, "trace": trace[-TRACE_CHARACTERS:]}
-    return code, wire.to_json(says)
+    message, trace = wire.words(message[:MESSAGE_CHARACTERS]), wire.words(trace[-TRACE_CHARACTERS:])
+    return code, wire.to_json({"message": message, "public": True, "trace": trace})
 
 
 def load(
