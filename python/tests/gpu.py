@@ -7,6 +7,7 @@ waits for. Whatever is not ordered runs in the wrong order with one choice of Gp
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import types
 from typing import Any, Callable, Optional
@@ -82,7 +83,14 @@ class Tensor:
     def numel(self) -> int:
         return len(self.data)
 
+    def untyped_storage(self) -> Any:
+        return types.SimpleNamespace(nbytes=self.numel)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(math.prod(self.shape[i + 1 :]) for i in range(len(self.shape)))
+
     element_size = staticmethod(lambda: 1)
+    storage_offset = staticmethod(lambda: 0)
     is_contiguous = staticmethod(lambda: True)
     is_conj = is_neg = staticmethod(lambda: False)
 

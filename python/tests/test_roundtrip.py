@@ -1,7 +1,9 @@
 """Every data type and kind of shape, there and back, bit by bit."""
 
 import array
+import ctypes
 import math
+import mmap
 import unittest
 
 import support
@@ -239,6 +241,33 @@ class Torch(support.Served):
     def test_sparse_says_so(self):
         with self.assertRaises(TypeError):
             self.client.compute(self.model, torch.eye(3).to_sparse())
+
+
+@support.needs_numpy
+class Gone(support.Served):
+    def test_memory_that_is_not_there_is_refused(self):
+        closed, grown = mmap.mmap(-1, 4096), bytearray(8)
+        gone = [
+            numpy.ndarray((8,), "u1", closed),
+            numpy.ndarray((8,), "u1", grown),
+            (ctypes.c_ubyte * 8).from_address(0),
+        ]
+        closed.close()
+        grown.extend(bytes(1 << 20))
+        gone.append(gone[0][::2])
+        if support.torch is not None:
+            freed = support.torch.ones(100, 2)
+            gone += [freed, freed[5:], freed.t(), support.torch.ones(3, device="meta")]
+            (freed.untyped_storage() if hasattr(freed, "untyped_storage") else freed.storage()).resize_(0)
+        for x in gone:
+            for refused in (
+                lambda x: self.client.call("echo", {"w": x}),
+                lambda x: self.client.push({"w": x}),
+                lambda x: self.client.call("echo", {"x": numpy.ones(8)}, out={"w": x}).result(),
+            ):
+                with self.subTest(type(x)), self.assertRaisesRegex(TypeError, "w.*: .*(memory was freed|on meta)"):
+                    refused(x)
+        self.assertTrue((self.client.compute("echo", numpy.ones((8, 8))[1:, ::2]) == 1).all())
 
 
 class Worker:

@@ -405,7 +405,7 @@ class Client:
         parts = [self._packed(model), _params(params), len(inputs).to_bytes(2, "little")]
         run.keep = sources = []
         for port, x in inputs.items():
-            source = _tensor.of(x)
+            source = _tensor.of(x, port)
             sources.append(source)
             if source.like is not None and source.like.kind == "torch":
                 _warn_of_gradient(x)
@@ -488,7 +488,7 @@ class Client:
             link.collect()
         run = Run(link, next(link.ids), None)
         run.progress = progress
-        run.keep = sources = [_tensor.of(x) for x in tensors.values()]
+        run.keep = sources = [_tensor.of(x, name) for name, x in tensors.items()]
         asked, fed, small = [], [], 0
         for i, (name, source) in enumerate(zip(tensors, sources)):
             entry: dict[str, Any] = {"name": name, "dtype": NAMES[source.dtype], "shape": source.shape}
@@ -585,7 +585,7 @@ class Client:
             raise ValueError("the store does not fit the module: " + "; ".join(wrong[:5] + more))
         # Names of one memory get it once; what is not dense, or on a device, gets a copy.
         once = {(x.data_ptr(), x.device, tuple(x.shape), x.stride()): name for name, x in state.items()}
-        direct = {name: state[name] for name in once.values() if _tensor.of(state[name]).address}
+        direct = {name: state[name] for name in once.values() if _tensor.of(state[name], name).address}
         pulled = yield from unwrap(Client.pull)(
             self, *map(_literal, once.values()), out=direct, like="torch", timeout=timeout
         )
@@ -823,7 +823,7 @@ def _places(run: Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_w
             run.sinks[name] = File(place)
             yield name, None
             continue
-        into = _tensor.of(place)
+        into = _tensor.of(place, f"out[{name!r}]")
         if into.items is not None or (into.nbytes and not into.address):
             raise ValueError(f"out[{name!r}] is not dense and row-major")
         if not _tensor.is_writable(place):

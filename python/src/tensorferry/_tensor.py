@@ -55,7 +55,9 @@ class Tensor:
 
     def __init__(self, data: Any, shape: Optional[Sequence[SupportsIndex]] = None, dtype: Optional[str] = None):
         if _is(data, "torch", "Tensor"):
-            data = data.detach().numpy()
+            data = having(data).detach().numpy()
+        elif _is(data, "numpy", "ndarray"):
+            _having_numpy(data)
         elif isinstance(data, Tensor):
             dtype, shape, data = dtype or data.dtype, data.shape if shape is None else shape, data.data
         number = 0 if dtype is None else number_of(dtype)
@@ -222,16 +224,24 @@ _get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p,
 _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(("PyBuffer_Release", ctypes.pythonapi))
 
 
+_NO_MEMORY = "its memory was freed, or it has none of its own: nothing of it can be sent or written"
+
 # What reads the tensors of a type, by the type.
 _readers: dict[type, Callable[[Any], Source]] = {}
 
 
-def of(x: Any) -> Source:
-    """Return the source that reads x. TypeError says what is not a tensor."""
-    reader = _readers.get(type(x))
-    if reader is None:
-        reader = _readers[type(x)] = _reader(x)
-    return reader(x)
+def of(x: Any, name: str = "") -> Source:
+    """Return the source that reads x. TypeError says what is not a tensor, or has no memory."""
+    try:
+        reader = _readers.get(type(x))
+        if reader is None:
+            reader = _readers[type(x)] = _reader(x)
+        source = reader(x)
+        if source.nbytes and not source.address and source.copy is None and source.items is None:
+            raise TypeError(_NO_MEMORY)
+        return source
+    except TypeError as err:
+        raise TypeError(f"{name}: {err}" if name else str(err)) from None
 
 
 def _is(x: Any, module: str, name: str) -> bool:
@@ -301,6 +311,7 @@ def _of_numpy(x: Any) -> Source:
     if known is None:
         known = _numpy_numbers[x.dtype] = _numpy_number(x.dtype)
     number, native = known
+    _having_numpy(x)
     flags = x.flags
     if native and flags.c_contiguous:
         # ctypes.data takes a microsecond.
@@ -309,6 +320,21 @@ def _of_numpy(x: Any) -> Source:
     source = Source(number, x.shape, _NUMPY, 0, x)
     source.copy = lambda address: _write_numpy(x, address)
     return source
+
+
+def _having_numpy(x: Any) -> None:
+    """Raise TypeError if what an array is over has lost its memory: a map may be closed, a bytearray grown."""
+    base: Any = x.base if x.size else None
+    while _is(base, "numpy", "ndarray"):
+        base = base.base
+    try:
+        there = base is None or 0 <= x.ctypes.data - address_of(base) < memoryview(base).nbytes
+    except (TypeError, BufferError):  # it is no buffer
+        there = True
+    except ValueError:
+        there = False
+    if not there:
+        raise TypeError(_NO_MEMORY)
 
 
 def _numpy_number(dtype: Any) -> tuple[int, bool]:
@@ -360,6 +386,8 @@ def _of_torch(x: Any) -> Source:
     if like is None:
         like = _torch_likes[x.device] = Like("torch", None if x.device.type == "cpu" else x.device)
     strided = str(x.layout) == "torch.strided"
+    if strided and x.device.type != "meta":
+        having(x)
     if like.device is None and strided and x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return Source(number, tuple(x.shape), like, x.data_ptr(), x)
     if not strided or x.device.type == "meta":
@@ -367,6 +395,20 @@ def _of_torch(x: Any) -> Source:
     source = Source(number, tuple(x.shape), like, 0, x)
     source.copy = lambda address: write_torch(x, address)
     return source
+
+
+def having(x: Any) -> Any:
+    """Return a tensor of torch that has the memory of its elements. TypeError if it was freed, say."""
+    try:
+        if str(x.layout) == "torch.strided" and x.numel():
+            storage = x.untyped_storage() if hasattr(x, "untyped_storage") else x.storage()
+            last = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride()))
+            if storage.nbytes() < (last + 1) * x.element_size() or (x.device.type == "cpu" and not x.data_ptr()):
+                raise TypeError(_NO_MEMORY)
+    except RuntimeError:  # it has no storage
+        if x.device.type == "cpu":
+            raise TypeError(_NO_MEMORY) from None
+    return x
 
 
 def write_torch(x: Any, address: int, non_blocking: bool = False) -> None:

@@ -186,7 +186,7 @@ class Worker:
                 said = self.finish(said)
             # All are looked at before memory is taken.
             sources = [
-                (self.source(model.outputs[name].dtypes, v)) for name, v in named_results(list(model.outputs), said)
+                self.source(name, model.outputs[name].dtypes, v) for name, v in named_results(list(model.outputs), said)
             ]
             # Where a model has rows, memory of the input is kept for a chunk of every result:
             # none may be narrower than the input.
@@ -231,7 +231,7 @@ class Worker:
         call.session = int(said.get("session", 0))
         return call
 
-    def source(self, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
+    def source(self, name: str, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
         """A result as bytes, and the number of its data type."""
         if isinstance(value, (bool, int, float, complex, list)):
             if self.model.like.kind == "torch":
@@ -242,11 +242,11 @@ class Worker:
                 import numpy
 
                 value = numpy.asarray(value)
-        source = tensors.of(value)
+        source = tensors.of(value, name)
         if source.items is not None:
             raise TypeError("a Stream is no result of a model")
-        name = tensors.NAMES[source.dtype]
-        if len(declared) == 1 and name in _STAND_INS and name != declared[0]:
+        dtype = tensors.NAMES[source.dtype]
+        if len(declared) == 1 and dtype in _STAND_INS and dtype != declared[0]:
             number = tensors.number_of(declared[0])
             if number in tensors._BITS and tensors.WIDTHS[number] == tensors.WIDTHS[source.dtype]:
                 return source, number
