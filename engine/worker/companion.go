@@ -26,6 +26,7 @@ var trainingGauges = []struct{ said, name, meaning string }{
 	{"evicted", "training_graphs_evicted", "graphs that were dropped for others"},
 	{"expired", "training_graphs_expired", "graphs that were dropped for their age, or after a step"},
 	{"missed", "training_graphs_missed", "backward passes whose graph was gone"},
+	{"failed", "training_checkpoints_failed", "checkpoints that could not be written"},
 	{"step", "training_step", "steps that the optimizer has taken"},
 	{"lease", "training_lease", "1 while a client trains"},
 }

@@ -21,15 +21,18 @@ from typing import Any, Optional
 import torch
 
 from ._model import FREE, Call, ModelError, Param, Port, Prepared, named_results
-from ._tensor import Like
+from ._tensor import Like, having
 
 LEASE_SECONDS = 30.0  # how long a trainer that is cut off keeps others out
 GRAPH_SECONDS = 600.0  # the age at which a graph is dropped
 GRAPHS = 1024  # of all sessions
 WAITING_SECONDS = 1.0  # a client that waits for the lease asks again within this time
-ABOUT_BYTES = 4096  # of a description, beside twice that of the module
+ABOUT_BYTES = 4096  # of a description, beside twice that of the module; of lists, beside their share of each parameter
+LIST_BYTES = 512  # of lists, for each parameter, beside 8 for each character of its name
+NUMBER = torch.finfo(torch.float32).max  # the largest option of an optimizer
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
+LISTS, DIFFERENTIABLE = "/lists", "/differentiable"  # ports beside the module's own
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 # Backward passes run on the thread that computes. The one thread that torch has for a device's backward passes
 # would not do: with a client in the same process it waits for this very pass. torch 1 has no such switch, and its
@@ -112,12 +115,18 @@ class Trainer:
         if wrong:
             raise Invalid(f"optimizer {kind!r} takes no {wrong[0]}")
         try:
+            kinds = {(p.dtype, p.device) for p in known.values() if differentiable(p)}
             for g, names in zip(groups, parts):
                 g.update({name: tuple(v) for name, v in g.items() if isinstance(v, list)})
-                made_by([torch.zeros(1, requires_grad=True)], **{"lr": 0.01, **g})  # torch looks at these alone
+                like = [torch.zeros(1, dtype=t, device=d, requires_grad=True) for t, d in kinds]
+                tried = made_by(like or [torch.zeros(1)], **{"lr": 0.01, **g})  # torch looks at these alone
+                for p in like:
+                    p.grad = torch.ones_like(p)
+                tried.step()  # of numbers that the types do not have it raises
+                tried.step()  # the first has no momentum
                 g["params"] = [known[name] for name in names] if names is not None else list(known.values())
             return made_by(groups, lr=0.01)
-        except (TypeError, ValueError) as err:
+        except (TypeError, ValueError, RuntimeError) as err:
             raise Invalid(f"no optimizer {kind!r} with such options: {err}") from None
 
     def state(self) -> dict[str, Any]:
@@ -159,13 +168,15 @@ class Training:
         self.graphs: dict[str, Graph] = {}
         self.reasons: dict[str, str] = {}  # why a graph is gone
         self.bytes = self.most = 0
-        self.counts = dict.fromkeys(("used", "evicted", "expired", "missed"), 0)
+        self.counts = dict.fromkeys(("used", "evicted", "expired", "missed", "failed"), 0)
         self.steps = 0
         self.saved = 0  # the step of the last checkpoint; without any the module is as it was made
         self.last: tuple[str, int] = ("", 0)  # token and number of the last step
-        self.frozen = ""
+        self.frozen: list[str] = []
+        self.unsaved = ""  # why the last step has no checkpoint
         self.parameters = list(self.module.parameters())
         self.needed = {name: p.requires_grad for name, p in self.module.named_parameters()}
+        self.lists = ABOUT_BYTES + sum(8 * len(name) + LIST_BYTES for name in self.needed)
         self.type = next((p.dtype for p in self.parameters if p.is_floating_point()), torch.float32)
         self.own: Optional[set[int]] = None  # where the module's tensors are, which no graph is charged for
         self.passes = 0  # backward passes since the gradients were zero
@@ -200,10 +211,8 @@ class Training:
     def close(self) -> None:
         """Writes the last checkpoint."""
         if self.folder is not None:
-            try:
-                self.save()
-            finally:
-                os.close(self.lock)
+            self.attempt()
+            os.close(self.lock)
 
     def infer(self, *inputs: Any, **named: Any) -> Any:
         """The module's own model: the weights of the last step, in eval mode."""
@@ -312,11 +321,29 @@ class Training:
             due.append(self.cut + self.lease_seconds)
         return min(due, default=None)
 
-    def forward(
-        self, call: Call, inputs: dict[str, Any], lease: str, seed: Optional[int], needs: str, retain: bool, eval: bool,
-        frozen: str, release: str, wire: str, order: str,
-    ) -> Any:  # fmt: skip
+    def train(self, call: Call, inputs: dict[str, Any], needs: str, frozen: str, release: str, **params: Any) -> Any:
         """NAME/train."""
+        wanted = set(needs.split(",")) if needs != "*" else set(inputs)
+        lists = wanted, frozen.split(",") if frozen else [], release.split(",")
+        return self.forward(call, inputs, lists, **params)[0]
+
+    def listed(self, call: Call, given: dict[str, Any], **params: Any) -> Any:
+        """NAME/forward: its lists, which grow with the module, are an input, and it says which outputs have a graph."""
+        said = _read(given.pop(LISTS), self.lists)
+        try:
+            wanted, frozen, release = (list(map(str, said[k])) for k in ("needs", "frozen", "release"))
+        except (TypeError, KeyError):
+            raise Invalid(f"input {LISTS} is not an object of lists: needs, frozen and release, as JSON") from None
+        outputs, graph_of = self.forward(call, given, (wanted, frozen, release), **params)
+        has = [getattr(graph_of[n], "requires_grad", False) for n in self.outputs]
+        return {**outputs, DIFFERENTIABLE: torch.tensor(has, dtype=torch.bool)}
+
+    def forward(
+        self, call: Call, inputs: dict[str, Any], lists: tuple[Container[str], list[str], Iterable[str]], lease: str,
+        seed: Optional[int], retain: bool, eval: bool, wire: str, order: str,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+        """The outputs as they travel, and as they are."""
+        wanted, frozen, release = lists
         self.check(call, lease)
         if seed is not None and not 0 <= seed < 1 << 63:
             raise Invalid(f"seed {seed} is not between 0 and 2⁶³-1")
@@ -324,20 +351,19 @@ class Training:
             for id in [id for id, g in self.graphs.items() if g.seed == seed]:
                 self.forget(id, "the pass was run again")
         if frozen != self.frozen:
-            self.frozen, names = frozen, set(frozen.split(","))
+            self.frozen, names = frozen, set(frozen)
             for name, p in self.module.named_parameters():
                 p.requires_grad_(self.needed[name] and name not in names)
         self.release(release)
         if wire and wire not in _FLOATS:
             raise Invalid(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
         sent = getattr(torch, wire) if wire else None
-        wanted = set(needs.split(",")) if needs != "*" else set(inputs)
         xs = {}
         for name, given in inputs.items():
             # What is lent until the answer may be memory of the link: the graph needs its own.
-            x = given.detach().clone() if self.device == "cpu" else given.detach()
+            x = given.detach().clone() if self.device == "cpu" else given.data
             x = x.to(self.type) if sent and x.is_floating_point() else x
-            xs[name] = x.requires_grad_() if x.is_floating_point() and name in wanted else x
+            xs[name] = x.requires_grad_() if differentiable(x) and name in wanted else x
         own = self.own
         if own is None:
             own = self.own = {_place(t) for t in (*self.parameters, *self.module.buffers())}
@@ -363,7 +389,8 @@ class Training:
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         try:
             with torch.enable_grad(), self.seeded(seed), hooks:
-                said = self.trainer.forward(**xs) if self.by_name else self.trainer.forward(*xs.values())
+                begun = {name: Joint.apply(x) if x.requires_grad else x for name, x in xs.items()}
+                said = self.trainer.forward(**begun) if self.by_name else self.trainer.forward(*begun.values())
                 outputs = dict(named_results(list(self.outputs), said))
         except Exception as err:
             raise told(err) from err
@@ -382,11 +409,12 @@ class Training:
             self.graphs[call.id] = graph
             self.bytes += graph.bytes
             self.most = max(self.most, graph.bytes)
-        return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}
+        return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}, outputs
 
     def backward(
-        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, alone: bool, order: str
-    ) -> dict[str, Any]:
+        self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, alone: bool, absent: bool,
+        order: str,
+    ) -> dict[str, Any]:  # fmt: skip
         """NAME/backward."""
         self.check(call, lease)
         graph = self.graphs.get(forward)
@@ -398,8 +426,10 @@ class Training:
         ys, gs = [], []
         for name, g in gradients.items():
             y = graph.outputs.get(name)
-            if name in left or y is None or not y.requires_grad:
+            if name in left or y is None or not y.requires_grad or (absent and is_absent(g, y.shape)):
                 continue
+            if g.is_complex() and not y.is_complex():
+                raise Invalid(f"gradient {name!r} is complex, the output real")
             if g.shape != y.shape:
                 raise Invalid(f"gradient {name!r} is {list(g.shape)}, the output {list(y.shape)}")
             ys.append(y)
@@ -425,13 +455,13 @@ class Training:
         self.passes += not alone
         if call.cancelled and not alone:
             self.void = "a backward pass was cancelled"
-        said = {name: _travels(_gradient(x), graph.wire) for name, x in graph.inputs.items()}
+        said = {name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()}
         for x in graph.inputs.values():
             x.grad = None
         return said
 
-    def release(self, forwards: str) -> None:
-        for id in filter(None, forwards.split(",")):
+    def release(self, forwards: Iterable[str]) -> None:
+        for id in forwards:
             self.forget(id, "it was released")
 
     # Steps.
@@ -467,7 +497,7 @@ class Training:
         with torch.no_grad():
             grads = [p.grad for p in self.parameters if p.grad is not None]
             if norm:
-                total = sum((g.detach().double().square().sum() for g in grads), torch.zeros((), dtype=torch.float64))
+                total = sum(map(squares, grads), torch.zeros((), dtype=torch.float64))
                 return self.state(float(total), bool(torch.isfinite(total)))
             if n != self.steps + 1:
                 raise Refused(f"step {n} does not follow step {self.steps}, which stands")
@@ -476,14 +506,18 @@ class Training:
                     f"the gradients are of {self.passes} backward passes, the client had {passes} confirmed; "
                     "zero them, and run the passes since the last step again"
                 )
+            if not (abs(scale) <= NUMBER and clip_value >= 0):  # nor NaN
+                raise Invalid(f"scale={scale}, clip_value={clip_value}: one is no number of float32, or negative")
+            if clip_value and any(g.is_complex() for g in grads):
+                raise Invalid("complex gradients have no order: clip them by their norm")
             options = {"optimizer": optimizer, "groups": _groups(groups)}
             self.trainer.prepare(options)
-            for g in grads:
-                if scale != 1.0:
-                    g.mul_(scale)
-                if clip_value:
-                    g.clamp_(-clip_value, clip_value)
             try:
+                for g in grads:
+                    if scale != 1.0:
+                        g.mul_(scale)
+                    if clip_value:
+                        g.clamp_(-clip_value, clip_value)
                 self.trainer.step(options)
             except Exception as err:
                 self.void = "a step failed half-way"
@@ -491,10 +525,16 @@ class Training:
         self.zero()
         for id in list(self.graphs):
             self.forget(id, f"step {n} came after it", "expired")
-        self.steps, self.last = n, (lease, n)
+        self.steps, self.last, self.unsaved = n, (lease, n), ""
         if self.folder is not None and n % self.every == 0:
-            self.save()
+            self.attempt()
         return self.state()
+
+    def apply(self, call: Call, given: dict[str, Any], **params: Any) -> dict[str, Any]:
+        """NAME/apply: a step whose groups are an input, and that says what else went wrong."""
+        groups = json.dumps(_read(given["groups"], self.lists))
+        y = self.step(call, {}, **params, groups=groups, norm=False, discard=False, rewind=None)
+        return {"y": y, "warning": octets_of(self.unsaved)}
 
     # State and checkpoints.
 
@@ -515,10 +555,10 @@ class Training:
             self.check(call, lease)
         found = self.tensors(what)
         own = dict(self.module.named_parameters())  # a tied one once
-        said = json.dumps({"step": self.steps, "tensors": describe(found, own)}).encode()
+        said = json.dumps({"step": self.steps, "tensors": describe(found, own)})
         return {
             "y": torch.empty(0, dtype=torch.uint8) if about else pack_tensors(found.values()),
-            "about": _bytes(said),
+            "about": octets_of(said),
         }
 
     def load(self, call: Call, given: dict[str, Any], lease: str) -> Any:
@@ -527,10 +567,8 @@ class Training:
         have = self.tensors("model")
         want = describe(have, ())
         try:
-            if given["about"].numel() > 2 * len(json.dumps(want)) + ABOUT_BYTES:
-                raise ValueError
-            got = [list(d)[:3] for d in json.loads(bytes(given["about"].tolist()))]
-        except (ValueError, TypeError, RecursionError):
+            got = [list(d)[:3] for d in _read(given["about"], 2 * len(json.dumps(want)) + ABOUT_BYTES)]
+        except TypeError:
             raise Invalid("about is not a list of names, types and shapes, as JSON") from None
         for a, b in zip(want, got):
             if a[:3] != b:
@@ -550,6 +588,16 @@ class Training:
         assert self.folder is not None
         return sorted(int(p.stem[5:]) for p in self.folder.glob("step-*.pt") if p.stem[5:].isdigit())
 
+    def attempt(self) -> None:
+        """Writes a checkpoint, or says why there is none: without it the step stands, too."""
+        try:
+            self.save()
+        except Exception as err:
+            self.counts["failed"] += 1
+            kept = ", ".join(map(str, self.checkpoints())) or "none"
+            self.unsaved = f"step {self.steps} stands, but has no checkpoint: {err}; those that are kept: {kept}"
+            print(self.unsaved)
+
     def save(self) -> None:
         """Writes a checkpoint, whole or not at all, and drops older ones."""
         assert self.folder is not None
@@ -561,7 +609,10 @@ class Training:
         }  # fmt: skip
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".new", delete=False) as f:
             try:
-                torch.save(state, f)
+                whole = _Whole(f)
+                torch.save(state, whole)
+                if whole.failed is not None:
+                    raise whole.failed
                 f.flush()
                 os.fsync(f.fileno())
                 os.replace(f.name, self.folder / f"step-{self.steps}.pt")
@@ -627,35 +678,43 @@ class Training:
 
             return dataclasses.replace(
                 base, name=name, compute=compute, inputs=inputs, outputs=outputs, params=params, rows=0, block_rows=0,
-                by_name=True, wants_call=True, module=False, stateful=False, idempotent=False, keeps=name == "train",
-                ordered="order" in params,
+                by_name=True, wants_call=True, module=False, stateful=False, idempotent=False,
+                keeps=name in ("forward", "train"), ordered="order" in params,
                 like=like, companions=[], about={}, teardown=lambda: None,
             )  # fmt: skip
 
         whole = {n: Port(p.dtypes, p.shape) for n, p in base.inputs.items()}
         state = {"y": Port(("float64",), (4,))}
         octets = Port(("uint8",), (FREE,))
+        passes: dict[str, Param] = {
+            "seed": Param(int, None, "of dropout and other random numbers"),
+            "retain": Param(bool, False, "keep the graph after a backward pass"),
+            "eval": Param(bool, False, "in eval mode"),
+            "wire": Param(str, "", "type that outputs and gradients are sent as; inputs become the module's"),
+        }
+        steps: dict[str, Param] = {
+            "n": Param(int, 0, "number of the step, 1 more than that of the last"),
+            "passes": Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
+            "optimizer": Param(str, "sgd", "sgd, momentum, adam or adamw"),
+            "scale": Param(float, 1.0, "factor for the gradients"),
+            "clip_value": Param(float, 0.0, "bound of each gradient"),
+        }
         return [
-            made("train", self.forward, whole, base.outputs, **lease, **order,
-                 seed=Param(int, None, "of dropout and other random numbers"),
+            made("forward", self.listed, {**whole, LISTS: octets},
+                 {**base.outputs, DIFFERENTIABLE: Port(("bool",), (len(base.outputs),))}, **lease, **order, **passes),
+            made("train", self.train, whole, base.outputs, **lease, **order, **passes,
                  needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
-                 retain=Param(bool, False, "keep the graph after a backward pass"),
-                 eval=Param(bool, False, "in eval mode"),
                  frozen=Param(str, "", "parameters that get no gradient, joined by commas"),
-                 release=Param(str, "", "forward passes whose graphs are not needed"),
-                 wire=Param(str, "", "type that outputs and gradients are sent as; inputs become the module's")),
+                 release=Param(str, "", "forward passes whose graphs are not needed")),
             made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs},
                  **lease, **order,
                  forward=Param(str, "", "id of the call of the forward pass"),
                  alone=Param(bool, False, "the gradients of the inputs alone, and none of parameters"),
+                 absent=Param(bool, False, "an empty gradient is none, of outputs and of inputs"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
-            made("step", self.step, {}, state, **lease, **order,
-                 n=Param(int, 0, "number of the step, 1 more than that of the last"),
-                 passes=Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
-                 optimizer=Param(str, "sgd", "sgd, momentum, adam or adamw"),
+            made("apply", self.apply, {"groups": octets}, {**state, "warning": octets}, **lease, **order, **steps),
+            made("step", self.step, {}, state, **lease, **order, **steps,
                  groups=Param(str, "[{}]", "options of each group of parameters, as JSON"),
-                 scale=Param(float, 1.0, "factor for the gradients"),
-                 clip_value=Param(float, 0.0, "bound of each gradient"),
                  norm=Param(bool, False, "only answer the squared norm of the gradients"),
                  discard=Param(bool, False, "only zero the gradients"),
                  rewind=Param(int, None, "only go to this checkpoint")),
@@ -674,7 +733,7 @@ class Training:
     def released(self, call: Call, _: Any, lease: str, forwards: str) -> Any:
         """NAME/release."""
         self.check(call, lease)
-        self.release(forwards)
+        self.release(forwards.split(","))
         return self.state()
 
 
@@ -682,13 +741,13 @@ def _groups(text: str) -> list[dict[str, Any]]:
     """The groups of an optimizer's parameters, from JSON."""
     try:
         groups = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         groups = None
     if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
         raise Invalid("param groups is not a list of objects, as JSON")
     for name, value in ((name, value) for g in groups for name, value in g.items()):
         parts = value if isinstance(value, list) else [value]
-        if not all(part is None or isinstance(part, str if name == "params" else (int, float)) for part in parts):
+        if not all(part is None or (isinstance(part, str) if name == "params" else _is_number(part)) for part in parts):
             raise Invalid(f"param groups: {name} is no number, nor a list of them")
     return groups
 
@@ -698,8 +757,54 @@ def told(err: Exception) -> ModelError:
     return err if isinstance(err, ModelError) else ModelError(f"{type(err).__name__}: {err}")
 
 
-def _gradient(x: Any) -> Any:
-    if not x.requires_grad:
+class Joint(torch.autograd.Function):  # type: ignore[misc]
+    """A tensor as an operation returns it, neither a leaf nor a view: what takes it may begin in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient
+
+
+class _Whole:
+    """A file for torch.save. The writer of torch 1 ends the process where a write raises: the error waits here."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.flush = file, lambda: None
+        self.failed: Optional[Exception] = None
+
+    def write(self, part: Any) -> int:
+        try:
+            self.failed or self.file.write(part)
+        except Exception as err:
+            self.failed = err
+        return memoryview(part).nbytes
+
+
+def differentiable(x: Any) -> bool:
+    return bool(x.is_floating_point() or x.is_complex())
+
+
+def squares(g: Any) -> Any:
+    """The squared norm of a gradient."""
+    g = torch.view_as_real(g.detach().resolve_conj()) if g.is_complex() else g.detach()
+    return g.double().square().sum()
+
+
+def is_absent(g: Any, shape: Any) -> bool:
+    """Whether what travelled for a gradient of a shape says that there is none."""
+    return tuple(g.shape) == (0,) != tuple(shape)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and abs(x) <= NUMBER  # nor NaN
+
+
+def _gradient(x: Any, absent: bool) -> Any:
+    if not x.requires_grad or (absent and x.grad is None):
         return torch.empty(0, dtype=x.dtype)
     return torch.zeros_like(x) if x.grad is None else x.grad
 
@@ -724,7 +829,8 @@ def describe(tensors: Mapping[str, Any], parameters: Container[str]) -> list[lis
 
 def pack_tensors(tensors: Iterable[Any]) -> Any:
     """The bytes of tensors, one after another."""
-    parts = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
+    dense = (t.detach().cpu().resolve_conj().resolve_neg().contiguous() for t in map(having, tensors) if t.numel())
+    parts = [t.reshape(-1).view(torch.uint8) for t in dense]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
@@ -739,5 +845,13 @@ def unpack_tensors(octets: Any, like: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def _bytes(text: bytes) -> Any:
-    return torch.tensor(list(text), dtype=torch.uint8)
+def octets_of(text: str) -> Any:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
+def _read(octets: Any, most: int) -> Any:
+    """What a tensor says as JSON; None if it is longer than most bytes, or says nothing."""
+    try:
+        return json.loads(bytes(octets.tolist())) if octets.numel() <= most else None
+    except (ValueError, RecursionError):
+        return None

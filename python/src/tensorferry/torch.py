@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional, Union
@@ -25,14 +27,16 @@ from typing import Any, Callable, Optional, Union
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import _train
 from ._client import Call, Client
 from ._errors import Error, FailedPrecondition, NotFound, Unavailable
-from ._train import _OPTIMIZERS, describe, pack_tensors, unpack_tensors
+from ._tensor import having
 
 __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
 
 _LOOK_SECONDS = 0.2  # between two looks whether the lease is free
-_ORDERED = ("train", "backward", "step")
+_WARN_SECONDS = 60.0  # between two warnings of what went wrong beside a step
+_ORDERED = ("forward", "train", "backward", "apply", "step")
 _RELEASES = 64  # ids of dropped graphs that one call names
 
 
@@ -104,6 +108,8 @@ class RemoteModule(torch.nn.Module):
             raise FailedPrecondition(f"model {name!r} does not train", hint=f"start the server with --train {name}")
         self._client, self._remote, self._timeout, self._wire = client, name, timeout, wire
         self._on_rewind = on_rewind
+        self._lists = name + "/forward" in served  # a server of before has lists in params
+        self._warned = -math.inf
         self._inputs, self._outputs = list(served[name].inputs), list(served[name].outputs)
         self._token = ""
         self._step = 0  # that stands
@@ -115,7 +121,7 @@ class RemoteModule(torch.nn.Module):
         self._dropped: deque[str] = deque()  # graphs that nobody can use
         self._there: list[float] = []  # what it last said of that
         self._series, self._turns = "", 0  # calls of which nothing was heard when the next was begun
-        self._pending: Optional[tuple[Call, int, int]] = None  # a step that was not waited for, and its passes
+        self._pending: Optional[tuple[Call, int, int, float]] = None  # a step not waited for, its passes, their scale
         self._handles: Optional[list[Handle]] = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -131,7 +137,7 @@ class RemoteModule(torch.nn.Module):
         needs = [n for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
         if not torch.is_grad_enabled() or not (self.training or needs):
             self._settle()
-            results = self._run("", {n: x.detach().contiguous() for n, x in given.items()}, {}).result()
+            results = self._run("", {n: having(x.detach()).contiguous() for n, x in given.items()}, {}).result()
             first = next(iter(given.values()))
             return self._one({n: self._received(y, first) for n, y in results.items()})
         # One more input, which stands for the parameters there: they need a gradient where no input does.
@@ -153,14 +159,19 @@ class RemoteModule(torch.nn.Module):
     def _sent(self, x: Any) -> Any:
         if x.layout != torch.strided:
             raise TypeError(f"{self._remote} takes dense tensors, not {x.layout}; to_dense() makes one")
-        x = x.detach().contiguous()
+        x = having(x.detach()).contiguous()
         return x.to(self._wire) if self._wire is not None and x.is_floating_point() else x
 
     def _received(self, y: Any, x: Any) -> Any:
         """A result beside an input: on its device, and of its type if it travelled as another."""
         if self._wire is None or y.dtype != self._wire:
-            return y.to(x.device)
-        return y.to(device=x.device, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype())
+            return y.to(x.device).data  # a view may not be changed in place everywhere
+        return y.to(device=x.device, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype()).data
+
+    def _flowing(self, results: Mapping[str, Any]) -> list[str]:
+        """The outputs of a forward pass that have a graph there."""
+        has = results[_train.DIFFERENTIABLE].tolist() if self._lists else [True] * len(self._outputs)
+        return [n for n, flows in zip(self._outputs, has) if flows and _train.differentiable(results[n])]
 
     def _one(self, results: Mapping[str, Any]) -> Any:
         values = tuple(results[n] for n in self._outputs)
@@ -202,27 +213,28 @@ class RemoteModule(torch.nn.Module):
 
     def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], follows: bool = False) -> Call:
         """Begins a forward pass that keeps its graph."""
-        params: dict[str, Any] = {"seed": seed, "needs": ",".join(needs)}
+        params: dict[str, Any] = {"seed": seed}
         if self._retain:
             params["retain"] = "true"
         if not self._mode:
             params["eval"] = "true"
         frozen = [h.remote_name for h in self._handles or () if not h.requires_grad]
-        if frozen:
-            params["frozen"] = ",".join(frozen)
         if self._wire is not None:
             params["wire"] = str(self._wire).partition(".")[2]
         dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
-        if dropped:
-            params["release"] = ",".join(dropped)
-        return self._run("train", {n: self._sent(x) for n, x in given.items()}, params, follows)
+        lists = {"needs": list(needs), "frozen": frozen, "release": dropped}
+        sent = {n: self._sent(x) for n, x in given.items()}
+        if self._lists:
+            return self._run("forward", {**sent, _train.LISTS: _train.octets_of(json.dumps(lists))}, params, follows)
+        return self._run("train", sent, {**params, **{k: ",".join(v) for k, v in lists.items()}}, follows)
 
     def _backward(self, forward: str, gradients: Mapping[str, Any], follows: bool = False, alone: bool = False) -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         unused = [n for n, g in gradients.items() if g is None]
         sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
         self._begun += not alone
-        params = {"forward": forward, "unused": ",".join(unused), **({"alone": "true"} if alone else {})}
+        says = {"absent": "true"} if self._lists else {"unused": ",".join(unused)}
+        params = {"forward": forward, **says, **({"alone": "true"} if alone else {})}
         try:
             return self._run("backward", sent, params, follows)
         except BaseException:
@@ -347,9 +359,12 @@ class RemoteModule(torch.nn.Module):
                     self._look(err)
                     raise
                 first = next(iter(given.values()))
-                leaves = {n: _leaf(self._received(outputs[n], first)) for n in self._outputs}
-                yield self._one(leaves)
-                gradients = {n: leaf.grad for n, leaf in leaves.items()}
+                values = {n: self._received(outputs[n], first) for n in self._outputs}
+                leaves = {n: values[n].requires_grad_() for n in self._flowing(outputs)}
+                with torch.enable_grad():
+                    yielded = {**values, **{n: _train.Joint.apply(leaf) for n, leaf in leaves.items()}}
+                yield self._one(yielded)
+                gradients = {n: y.grad if n in leaves else None for n, y in values.items()}
                 if all(g is None for g in gradients.values()):
                     self._dropped.append(id)
                 else:
@@ -390,7 +405,7 @@ class RemoteModule(torch.nn.Module):
                     stands = int(self._take(**({"wait": "true"} if wait else {}))[0])
                     break
                 except FailedPrecondition:
-                    if time.monotonic() >= deadline:
+                    if not time.monotonic() < deadline:  # NaN is over, too
                         raise
                     time.sleep(_LOOK_SECONDS)
             here, self._step = self._step, stands
@@ -420,7 +435,7 @@ class RemoteModule(torch.nn.Module):
         _, square, finite, _ = self._ask("step", {"norm": "true"})["y"].tolist()
         return square**0.5, bool(finite)
 
-    def _advance(self, optimizer: str, groups: str, wait: bool, **params: Any) -> None:
+    def _advance(self, optimizer: str, groups: str, wait: bool, scale: float, **params: Any) -> None:
         """Have the gradients applied, once."""
         if self._void:
             raise FailedPrecondition(
@@ -429,11 +444,14 @@ class RemoteModule(torch.nn.Module):
         self._settle()
         n = self._step + 1
         said = {
-            "n": n, "passes": self._passes, "optimizer": optimizer, "groups": groups, "scale": repr(self._scale),
-            **params,
+            "n": n, "passes": self._passes, "optimizer": optimizer, "scale": repr(self._scale * scale), **params,
         }  # fmt: skip
         self._void = "a step was interrupted"
-        self._pending = (self._run("step", {}, said), n, self._passes)
+        if self._lists:
+            call = self._run("apply", {"groups": _train.octets_of(groups)}, said)
+        else:
+            call = self._run("step", {}, {**said, "groups": groups})
+        self._pending = (call, n, self._passes, self._scale)
         self._passes = self._begun = 0  # the step uses them up
         self._void, self._scale = "", 1.0
         if wait:
@@ -443,18 +461,23 @@ class RemoteModule(torch.nn.Module):
         """Wait for a step."""
         if self._pending is None:
             return
-        call, n, passes = self._pending
+        call, n, passes, scale = self._pending
+        warning = ""
         try:
-            call.result()
+            said = call.result()
+            warning = bytes(said["warning"].tolist()).decode() if "warning" in said else ""
         except Error as err:
             # The server knows whether the step was applied.
             self._pending = None
             if self._stands(err) != n:
                 if passes:
-                    self._passes = self._begun = passes
+                    self._passes, self._begun, self._scale = passes, passes, scale
                 self._compare(err)
                 raise
         self._step, self._pending = n, None  # where Ctrl-C comes before, the next use asks again
+        if warning and time.monotonic() - self._warned > _WARN_SECONDS:
+            self._warned = time.monotonic()
+            warnings.warn(f"{self._remote}: {warning}", RuntimeWarning, stacklevel=5)
 
     def _take(self, **params: Any) -> list[float]:
         """Take the lease, or give it up, and return what the server says of the step that stands."""
@@ -533,15 +556,15 @@ class RemoteModule(torch.nn.Module):
         got = self._ask("state", {"what": what})
         said = json.loads(bytes(got["about"].tolist()))["tensors"]
         like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, _ in said}
-        return dict(zip(like, unpack_tensors(got["y"], like)))
+        return dict(zip(like, _train.unpack_tensors(got["y"], like)))
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> Any:
         """Replace all parameters and buffers of the server's module, or none. Names, types and shapes must match."""
         if not strict:
             raise NotImplementedError("a remote module loads all of a state dict, or nothing; leave strict=True")
         self._settle()
-        about = torch.tensor(list(json.dumps(describe(state, ())).encode()), dtype=torch.uint8)
-        self._ask("load", {}, {"y": pack_tensors(state.values()), "about": about})
+        about = _train.octets_of(json.dumps(_train.describe(state, ())))
+        self._ask("load", {}, {"y": _train.pack_tensors(state.values()), "about": about})
         return torch.nn.modules.module._IncompatibleKeys([], [])
 
 
@@ -555,15 +578,11 @@ class _Mode(int):
 _END = object()
 
 
-def _leaf(y: Any) -> Any:
-    return y.requires_grad_() if y.is_floating_point() else y
-
-
 def _push_back(given: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
     """Hands gradients to what made the inputs."""
-    pairs = [(x, gradients[n].to(x)) for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
-    if pairs:
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+    xs = {n: x for n, x in given.items() if x.requires_grad and not _train.is_absent(gradients[n], x.shape)}
+    if xs:
+        torch.autograd.backward(list(xs.values()), [gradients[n].to(x) for n, x in xs.items()])
 
 
 class _Node:
@@ -586,9 +605,10 @@ class _Through(torch.autograd.Function):
         ctx.node, ctx.names = _Node(remote, id), names
         with torch.enable_grad():
             ctx.parameters = tensors[-1].view_as(tensors[-1]).grad_fn.next_functions[0][0]
-        ctx.given = {n: (x.dtype, x.device) for n, x in given.items()}
+        ctx.given = {n: (x.dtype, x.device, x.shape) for n, x in given.items()}
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
-        ctx.mark_non_differentiable(*[v for v in values if not v.is_floating_point()])
+        flowing = remote._flowing(results)
+        ctx.mark_non_differentiable(*[v for n, v in zip(remote._outputs, values) if n not in flowing])
         ctx.set_materialize_grads(False)
         return values
 
@@ -603,7 +623,9 @@ class _Through(torch.autograd.Function):
         call = remote._backward(node.id, dict(zip(remote._outputs, gradients)), alone=alone)
         got = remote._confirmed(call, alone)
         back = [
-            got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1]) if needed else None
+            got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1])
+            if needed and not _train.is_absent(got[n], ctx.given[n][2])
+            else None
             for n, needed in zip(ctx.names, ctx.needs_input_grad[3:])
         ]
         return (None, None, None, *back, None)
@@ -621,9 +643,9 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if kind == "momentum":
             options.setdefault("momentum", 0.9)
         # What torch's own takes, and has beside what is given: schedulers look for betas.
-        made_by = _OPTIMIZERS.get(self._kind)
+        made_by = _train._OPTIMIZERS.get(self._kind)
         if made_by is None:
-            raise TypeError(f"no optimizer {kind!r}; there are {', '.join(_OPTIMIZERS)}")
+            raise TypeError(f"no optimizer {kind!r}; there are {', '.join(_train._OPTIMIZERS)}")
         options.setdefault("lr", 1e-3)
         self._given = made_by([torch.empty(1)], lr=options["lr"]).defaults
         self._module: Optional[RemoteModule] = None
@@ -669,9 +691,8 @@ class RemoteOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._remote._scale *= scale
         self._remote._advance(
-            self._kind, self._groups(), wait, **({"clip_value": repr(clip_value)} if clip_value else {})
+            self._kind, self._groups(), wait, scale, **({"clip_value": repr(clip_value)} if clip_value else {})
         )
         return loss
 
@@ -684,8 +705,10 @@ def clip_grad_norm_(parameters: Iterable[Any], *remotes: RemoteModule, max_norm:
 
     It returns the norm before. The remote ones are scaled by their next step.
     """
+    if math.isnan(max_norm):
+        raise ValueError("max_norm is NaN")
     local = [p.grad for p in parameters if p.grad is not None]
-    square = sum(float(g.detach().double().square().sum()) for g in local)
+    square = sum(float(_train.squares(g)) for g in local)
     for remote in remotes:
         square += remote.grad_norm()[0] ** 2
     total = float(square**0.5)
