@@ -2,6 +2,9 @@ package server_test
 
 import (
 	"context"
+	"runtime"
+	"runtime/debug"
+	"runtime/metrics"
 	"strconv"
 	"testing"
 	"time"
@@ -116,6 +119,29 @@ func TestALargerMessageThatCanNeverFitIsRefusedAtOnce(t *testing.T) {
 		saysWhy(t, end["grpc-message"], []string{strconv.Itoa(32 * mib), strconv.Itoa(48 * mib), "receive_bytes"})
 		require.Empty(t, end["grpc-status-details-bin"], "it is never tried again")
 		w.close()
+	})
+}
+
+func TestHeapThatLargerMessagesLeaveGoesBackToTheSystem(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		defer debug.SetGCPercent(debug.SetGCPercent(-1)) // nothing else collects
+		heap := func() (bytes uint64) {
+			all := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}, {Name: "/memory/classes/heap/unused:bytes"}, {Name: "/memory/classes/heap/free:bytes"}}
+			metrics.Read(all)
+			for _, m := range all {
+				bytes += m.Value.Uint64()
+			}
+			return bytes
+		}
+		larger(t, 64*mib)
+		debug.FreeOSMemory()
+		before := heap()
+		for range 4 {
+			runtime.KeepAlive(make([]byte, 64*mib))
+		}
+		require.Greater(t, heap(), before+200*mib)
+		testkit.Eventually(t, func() bool { return heap() < before+48*mib }, "the heap as it was")
 	})
 }
 

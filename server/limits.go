@@ -22,6 +22,10 @@ const (
 	// it may take: 1 KiB and a name each, and their encoding.
 	failuresPage  = 256
 	failuresBytes = 2 * failuresPage * (1<<10 + 512)
+	// heapLook is how often a server that receives larger messages looks at Go's heap, and
+	// heapSpare what may lie there beside what is charged: what docs/limits.md has for the collector.
+	heapLook  = time.Second
+	heapSpare = 32 << 20
 	// requestFree is the size up to which a request, or an output, is not charged to a budget:
 	// 8 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10

@@ -14,6 +14,7 @@ import (
 	"log/slog"
 	"math"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -292,6 +293,9 @@ func (s *Server) Serve(l net.Listener) error {
 		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Done())
 		go s.guard.Watch(s.core.Done())
 		go s.watchStore(s.core.Done())
+		if slices.ContainsFunc(s.endpoints, func(e *endpoint) bool { return e.MessageBytes > s.endpoints[0].MessageBytes }) {
+			go s.returnHeap()
+		}
 		for _, e := range s.endpoints[1:] {
 			go func() {
 				if err := e.grpc.Serve(s.conns.Listener(e.Listener)); err != nil {
