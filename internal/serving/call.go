@@ -82,7 +82,7 @@ type output struct {
 // start starts the call's goroutines; the session is locked. They end with the call, which
 // the end of the session or of the call's context brings about.
 func (c *call) start(part *frame.Call) {
-	ctx, cancel := context.WithCancelCause(context.Background())
+	ctx, cancel := context.WithCancelCause(c.session.Values)
 	c.cancel = cancel
 	params, timeout := part.Params, Millis(part.TimeoutMillis)
 	c.session.core.Go(func() {
@@ -113,7 +113,7 @@ func Millis(n uint64) time.Duration {
 // that the model did not begin to compute.
 func (c *call) serve(ctx context.Context, params map[string]string) error {
 	core := c.session.core
-	model, over, err := core.model(c.model)
+	model, over, err := core.model(ctx, c.model)
 	if err != nil {
 		return err
 	}
@@ -383,7 +383,7 @@ func timings(st engine.Stats) frame.Timings {
 
 // Failed records why a call of the session failed.
 func (s *Session) Failed(id tensor.ID, model string, code frame.Code, err error) {
-	s.core.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: s.principal, Model: model, Code: code}, err)
+	s.core.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: s.core.PrincipalOf(s.Values), Model: model, Code: code}, err)
 }
 
 // finish fails the call with err, unless its end is already decided. Errors that a peer must

@@ -1,6 +1,7 @@
 package serving
 
 import (
+	"context"
 	"errors"
 	"sync"
 
@@ -89,9 +90,12 @@ func (ms *models) unavailable(name string) string {
 	return ""
 }
 
-// model looks up a model for one run. over must be called once, after the run's Close, with
+// model looks up a model for one run, if the sender of ctx's RPC may run it. over must be called once, after the run's Close, with
 // the error that Close returned.
-func (c *Core) model(name string) (m engine.Model, over func(closed error), err error) {
+func (c *Core) model(ctx context.Context, name string) (m engine.Model, over func(closed error), err error) {
+	if err := c.May(ctx, "compute", name); err != nil {
+		return nil, nil, err
+	}
 	c.models.mu.Lock()
 	state := c.models.all[name] // before Lookup, or a lost run might be blamed on the next model
 	c.models.mu.Unlock()

@@ -125,7 +125,7 @@ func (r *Run) open(q Request) (err error) {
 	if problem := cmp.Or(frame.CheckName("model", q.Model), frame.CheckEntries("params", q.Params)); problem != "" {
 		return fmt.Errorf("%w: %s", errBinding, problem)
 	}
-	m, over, err := r.core.model(q.Model)
+	m, over, err := r.core.model(r.ctx, q.Model)
 	if err != nil {
 		return err
 	}

@@ -38,6 +38,9 @@ type Config struct {
 	Log    *slog.Logger
 	// PrincipalOf returns the name of the sender of ctx's RPC; nil means that nobody has one.
 	PrincipalOf func(ctx context.Context) string
+	// May returns why the sender of ctx's RPC may not "compute" with a model or, asked by storing,
+	// have a source "generate" a tensor; nil means that all may.
+	May func(ctx context.Context, verb, name string) error
 	// Session limits each session.
 	Session stream.Limits
 	// Open is the maximum number of each kind that may be open.
@@ -85,6 +88,9 @@ type Core struct {
 func New(cfg Config) *Core {
 	if cfg.PrincipalOf == nil {
 		cfg.PrincipalOf = func(context.Context) string { return "" }
+	}
+	if cfg.May == nil {
+		cfg.May = func(context.Context, string, string) error { return nil }
 	}
 	c := &Core{
 		Failures: failures.New(cfg.Log),

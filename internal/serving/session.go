@@ -22,13 +22,13 @@ type Session struct {
 	*session.Session
 	From      *admission.Caller // who opened it
 	Holder    *slab.Principal   // for budgets, once it is open; its name is the session's ID and a unique number
+	Values    context.Context   // of its RPC, such as the principal, from Serve on; it does not end
 	core      *Core
 	conn      Conn
 	number    int64
 	calls     map[tensor.ID]*call
 	tasks     map[tensor.ID]Task
 	kind      Direction       // of a one-way session; else empty
-	principal string          // of its RPC
 	allowance *slab.Principal // for tensors on allowance
 	promised  int64           // bytes of the budget for those
 	retained  int             // bytes retained for calls, as last reported to conn
@@ -120,7 +120,7 @@ func (s *Session) AddLane(l session.Lane) {
 // returns why. The rest is cleaned up asynchronously: the session's goroutines end when
 // conn has, which may be after the caller of Serve has returned.
 func (s *Session) Serve(ctx context.Context, conn Conn) error {
-	s.conn, s.principal = conn, s.core.PrincipalOf(ctx)
+	s.conn, s.Values = conn, context.WithoutCancel(ctx)
 	lost := s.Carry(conn)
 	defer func() { // also when this function panics
 		s.Stop(errors.New("serving: panic"))
@@ -250,6 +250,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			return
 		}
 		s.core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
+		c.cancel(errStopped) // unless it has: who may have one call at a time may have the next
 		close(c.closed)
 		s.core.Ending(admission.Calls, s.From)
 	}

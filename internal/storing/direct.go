@@ -27,6 +27,7 @@ type Direct struct {
 	kind    serving.Direction
 	from    *admission.Caller
 	ctx     context.Context
+	cancel  context.CancelCauseFunc // by End
 
 	mu          sync.Mutex // guards all below
 	writer      store.Writer
@@ -49,9 +50,7 @@ func (s *Service) Put(ctx context.Context, from *admission.Caller, name string, 
 		if d.size > s.StoredBytes {
 			return fmt.Errorf("%w: %d bytes, the limit of a tensor is %d", tensor.ErrTooLarge, d.size, s.StoredBytes)
 		}
-		inner, cancel := context.WithCancelCause(ctx)
-		defer cancel(nil)
-		d.writer, _, err = s.create(inner, cancel, name, desc, nil)
+		d.writer, _, err = s.create(d.ctx, d.cancel, name, desc, nil)
 		return err
 	})
 }
@@ -63,7 +62,7 @@ func (s *Service) Get(ctx context.Context, from *admission.Caller, sel frame.Sel
 		if bad := check([]frame.Selection{sel}); bad != nil {
 			return bad
 		}
-		if d.reader, err = s.find(ctx, &sel); err != nil {
+		if d.reader, err = s.find(d.ctx, &sel); err != nil {
 			return err
 		}
 		d.Desc = d.reader.Info().Desc
@@ -81,7 +80,8 @@ func (s *Service) direct(ctx context.Context, kind serving.Direction, from *admi
 		s.End()
 		return nil, err
 	}
-	d := &Direct{service: s, kind: kind, from: from, ctx: ctx}
+	d := &Direct{service: s, kind: kind, from: from}
+	d.ctx, d.cancel = context.WithCancelCause(ctx)
 	err := s.survive(func() error { return begin(d) })
 	d.mu.Lock()
 	d.forget = context.AfterFunc(ctx, func() { _ = d.End(context.Cause(ctx)) })
@@ -159,6 +159,7 @@ func (d *Direct) End(err error) error {
 		why := s.refused(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
 		code, d.err = why.Code, why
 	}
+	d.cancel(stream.ErrClosed)
 	s.TensorsEnded(d.kind, code, 1)
 	s.TransferEnded(d.kind, code, d.moved)
 	s.LeaveTransfer(d.kind, d.from)

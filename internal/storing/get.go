@@ -347,7 +347,11 @@ func (s *Service) find(ctx context.Context, sel *frame.Selection) (r store.Reade
 		return s.Store.Open(ctx, sel.Name)
 	}
 	src, ok := s.Sources.Lookup(sel.Name)
-	if !ok {
+	hidden := s.May(ctx, "generate", sel.Name)
+	if hidden != nil && !errors.Is(hidden, store.ErrNotFound) {
+		return nil, hidden
+	}
+	if !ok || hidden != nil {
 		return nil, fmt.Errorf("%w: no source %q", store.ErrNotFound, sel.Name)
 	}
 	err = s.survive(func() (err error) {

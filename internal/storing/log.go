@@ -43,6 +43,8 @@ type State struct {
 	Code    frame.Code
 	Message string
 	Began   time.Time
+	// Principal is the name of whoever began it.
+	Principal string
 }
 
 // TensorState is the state of one tensor of a transfer.
@@ -53,13 +55,13 @@ type TensorState struct {
 }
 
 // begin opens a record, or returns why the transfer is refused.
-func (l *transferLog) begin(id tensor.ID, k serving.Direction, on *serving.Session, all bool) (*record, error) {
+func (l *transferLog) begin(id tensor.ID, k serving.Direction, on *serving.Session, all bool, principal string) (*record, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if r := l.byID[id]; r != nil && r.Open {
 		return nil, frame.Errorf(frame.AlreadyExists, "transfer %s is already open; use a new id", id)
 	}
-	r := &record{State: State{Open: true, Kind: k, Began: time.Now()}, id: id, session: on, all: all}
+	r := &record{State: State{Open: true, Kind: k, Began: time.Now(), Principal: principal}, id: id, session: on, all: all}
 	if l.byID == nil {
 		l.byID = make(map[tensor.ID]*record)
 	}

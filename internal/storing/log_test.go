@@ -37,7 +37,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 			failed := strings.Repeat("y", 1<<10)
 			for number := 0; number < 2*recordTensorsKept; {
 				number++
-				r, err := rs.begin(worstID(number), serving.Pull, nil, false)
+				r, err := rs.begin(worstID(number), serving.Pull, nil, false, "")
 				require.NoError(t, err)
 				for range perTransfer {
 					number++
@@ -65,7 +65,7 @@ func TestASetThatIsStoredIsKnownAsStored(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			var s Service
 			id := tensor.NewID()
-			r, err := s.log.begin(id, serving.Push, nil, true)
+			r, err := s.log.begin(id, serving.Push, nil, true, "")
 			require.NoError(t, err)
 			s.log.over(s.log.tensor(r, tensor.NewID(), "x", 1), frame.Summary{})
 			if after {

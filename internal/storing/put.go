@@ -225,7 +225,9 @@ func (in *incoming) run() {
 	}
 	p.session.Unstage(in.staged)
 	p.service.Budget.Release(p.session.Holder, in.memory)
-	in.cancel(nil)
+	if kept == nil { // else it ends with the set
+		in.cancel(nil)
+	}
 }
 
 // store reserves room for the tensor, receives it, and commits it unless it is part of a

@@ -134,13 +134,13 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 		}
 	}
 	t = task{service: s, session: on, id: part.ID, kind: kind}
-	r, err := s.log.begin(part.ID, kind, on, part.Put != nil && part.Put.All)
+	r, err := s.log.begin(part.ID, kind, on, part.Put != nil && part.Put.All, s.PrincipalOf(on.Values))
 	if err != nil {
 		t.leave(frame.AlreadyExists, 0)
 		return t, err
 	}
 	t.record = r
-	t.ctx, t.cancel = context.WithCancelCause(context.Background())
+	t.ctx, t.cancel = context.WithCancelCause(on.Values)
 	return t, nil
 }
 
