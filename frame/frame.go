@@ -244,6 +244,7 @@ const (
 	DeadlineExceeded   Code = 4
 	NotFound           Code = 5
 	AlreadyExists      Code = 6
+	PermissionDenied   Code = 7
 	ResourceExhausted  Code = 8
 	FailedPrecondition Code = 9
 	Aborted            Code = 10

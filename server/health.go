@@ -4,6 +4,7 @@ import (
 	"context"
 	"maps"
 	"net/http"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc"
@@ -16,7 +17,10 @@ import (
 // healthService answers for the whole server, under "", for each service by its name, for the
 // store, and for each model of the registry, under model/ and its name. A model that lost a run does not serve until the run has
 // ended or another model has taken its place: the run holds memory and a worker.
-type healthService struct{ *health.Server }
+type healthService struct {
+	*health.Server
+	server *Server
+}
 
 // Health returns a handler of gRPC's health service alone, for a listener of its own: whoever
 // probes may have no credentials.
@@ -69,7 +73,7 @@ func (s *Server) watchStore(done <-chan struct{}) {
 
 // Check answers for one name. A removed model is as unknown as one that never existed.
 func (h healthService) Check(ctx context.Context, r *healthpb.HealthCheckRequest) (*healthpb.HealthCheckResponse, error) {
-	out, err := h.Server.Check(ctx, r)
+	out, err := h.Server.Check(ctx, h.known(ctx, r))
 	if out.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN {
 		return nil, errUnknownService
 	}
@@ -79,8 +83,26 @@ func (h healthService) Check(ctx context.Context, r *healthpb.HealthCheckRequest
 // List answers for every name except those of removed models.
 func (h healthService) List(ctx context.Context, r *healthpb.HealthListRequest) (*healthpb.HealthListResponse, error) {
 	out, err := h.Server.List(ctx, r)
-	maps.DeleteFunc(out.GetStatuses(), func(_ string, of *healthpb.HealthCheckResponse) bool {
-		return of.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN
+	maps.DeleteFunc(out.GetStatuses(), func(name string, of *healthpb.HealthCheckResponse) bool {
+		return of.GetStatus() == healthpb.HealthCheckResponse_SERVICE_UNKNOWN || h.hides(ctx, name)
 	})
 	return out, err
+}
+
+// Watch sends the status of one name, and each change of it.
+func (h healthService) Watch(r *healthpb.HealthCheckRequest, to healthpb.Health_WatchServer) error {
+	return h.Server.Watch(h.known(to.Context(), r), to)
+}
+
+func (h healthService) hides(ctx context.Context, name string) bool {
+	model, is := strings.CutPrefix(name, modelHealth)
+	return is && h.server.hides(ctx, model)
+}
+
+// known returns the request, or, if its name is hidden, one for a name that no model has.
+func (h healthService) known(ctx context.Context, r *healthpb.HealthCheckRequest) *healthpb.HealthCheckRequest {
+	if h.hides(ctx, r.GetService()) {
+		return &healthpb.HealthCheckRequest{Service: modelHealth}
+	}
+	return r
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/netip"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc/peer"
@@ -21,9 +22,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// ListModels names the models.
-func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
-	return &pb.ListModelsResponse{Models: each(s.cfg.Models.Infos(), func(i engine.Info) *pb.Model {
+// ListModels names the models that the client may know.
+func (s *Server) ListModels(ctx context.Context, _ *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
+	return &pb.ListModelsResponse{Models: each(s.shown(ctx), func(i engine.Info) *pb.Model {
 		return &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
 			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), About: i.About, Idempotent: i.Idempotent,
@@ -32,6 +33,11 @@ func (s *Server) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListMod
 			}),
 		}
 	})}, nil
+}
+
+// shown describes the models that the sender of ctx's RPC may know.
+func (s *Server) shown(ctx context.Context) []engine.Info {
+	return slices.DeleteFunc(s.cfg.Models.Infos(), func(i engine.Info) bool { return s.hides(ctx, i.Name) })
 }
 
 func port(p engine.Port) *pb.Port {
@@ -50,15 +56,16 @@ func each[A, B any](in []A, f func(A) B) (out []B) {
 }
 
 // GetServiceInfo returns limits, counters and the states of the models.
-func (s *Server) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
+func (s *Server) GetServiceInfo(ctx context.Context, _ *pb.GetServiceInfoRequest) (*pb.GetServiceInfoResponse, error) {
 	v := s.values()
+	states := slices.DeleteFunc(s.core.ModelStates(), func(m serving.ModelState) bool { return s.hides(ctx, m.Name) })
 	return &pb.GetServiceInfoResponse{
 		Version:      s.cfg.Version,
 		UptimeMillis: time.Since(s.started).Milliseconds(),
 		Limits:       s.shownLimits(&v),
 		Counters:     metrics.Counters(&v),
 		Codecs:       each(codec.All(), func(k codec.Codec) pb.Codec { return pb.Codec(k) }),
-		Models: each(s.core.ModelStates(), func(m serving.ModelState) *pb.ModelState {
+		Models: each(states, func(m serving.ModelState) *pb.ModelState {
 			state := &pb.ModelState{Name: m.Name, Unavailable: m.Unavailable, Gauges: make(map[string]float64)}
 			for _, g := range m.Gauges {
 				state.Gauges[g.Name] = g.Value

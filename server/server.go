@@ -75,6 +75,14 @@ type Config struct {
 	// authorization of the session's RPC: it must return the session's principal. It must
 	// be fast and safe for concurrent use. Package identity has an implementation.
 	Identify func(info credentials.AuthInfo, authorization []string) (principal string, err error)
+	// Authorize, if not nil, returns why the Principal of ctx may not do something; the program
+	// itself may do everything. The client is told a *RefusedError, or PERMISSION_DENIED with the
+	// text of another error. One that wraps store.ErrNotFound hides a tensor or a source, unless it
+	// is put: globs leave it out, and nothing tells it from one that does not exist. Any error
+	// hides a model that is to be described. ctx ends with what was asked about: of VerbCompute
+	// with the call, of VerbPut with the tensor or its set. It must be fast and safe for
+	// concurrent use.
+	Authorize func(ctx context.Context, a Action) error
 	// UnaryInterceptors and StreamInterceptors run around the handlers of every RPC, the
 	// first one outermost, inside the server's log and its recovery from panics. They
 	// cannot read the messages of sessions, pushes and pulls.
@@ -156,14 +164,19 @@ func New(cfg Config) (*Server, error) {
 	}
 	cfg.setDefaults()
 	s := &Server{
-		cfg: cfg, log: cfg.Log, started: time.Now(), health: healthService{health.NewServer()},
-		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), guard: guard.New(cfg.Identify, cfg.Log), forget: func() {},
+		cfg: cfg, log: cfg.Log, started: time.Now(),
+		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), forget: func() {},
+	}
+	s.health, s.guard = healthService{health.NewServer(), s}, guard.New(nil, cfg.Log)
+	if cfg.Identify != nil {
+		s.guard = guard.New(s.identify, cfg.Log)
 	}
 	s.conns = conns.New(conns.Config{
 		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes, Full: full(cfg.Connections),
 	})
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, PrincipalOf: Principal, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
+		May:    func(ctx context.Context, verb, name string) error { return s.may(ctx, Verb(verb), name, 0) },
 		Open:   [...]int{admission.Sessions: cfg.Sessions, admission.Transfers: cfg.Transfers, admission.Calls: cfg.QueuedCalls},
 		Health: s.health.model, Status: statusParts, StoredBytes: cfg.StoredBytes,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
@@ -172,7 +185,7 @@ func New(cfg Config) (*Server, error) {
 	})
 	s.smalls = slab.NewPrincipal("compute").In(s.core.Smalls)
 	s.models = &Models{server: s}
-	s.storing = &storing.Service{Core: s.core, Store: cfg.Store, Sources: cfg.Sources}
+	s.storing = &storing.Service{Core: s.core, Store: s.restrict(VerbGet), Sources: cfg.Sources}
 	if cfg.Metrics != nil {
 		all := metrics.New(cfg.Version, s.core.Seconds(), s.values)
 		if err := cfg.Metrics.Register(all); err != nil {

@@ -99,9 +99,13 @@ func (r Run) Write(ctx context.Context, input int, data []byte) error {
 // when all results are complete. If ctx ends, its error is returned unchanged.
 func (r Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
 
-// Info describes the model of that name, if there is one.
-func (m *Models) Info(name string) (i engine.Info, found bool) {
+// Info describes the model of that name, if there is one that the sender of ctx's RPC may know.
+func (m *Models) Info(ctx context.Context, name string) (i engine.Info, found bool) {
 	model, release, err := m.server.cfg.Models.Lookup(name)
+	if err == nil && m.server.hides(ctx, name) {
+		release()
+		return i, false
+	}
 	if err != nil {
 		return i, false
 	}
@@ -109,7 +113,7 @@ func (m *Models) Info(name string) (i engine.Info, found bool) {
 	return model.Info(), true
 }
 
-// Infos returns the models' descriptions, sorted by name.
+// Infos returns the descriptions of all models, sorted by name.
 func (m *Models) Infos() []engine.Info { return m.server.cfg.Models.Infos() }
 
 // Ready reports whether the server takes new calls and can run the model; of the empty name, only

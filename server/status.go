@@ -82,8 +82,11 @@ func errNoMethod(name string) error {
 	return status.Errorf(codes.Unimplemented, "unknown method %s", wire.Text(name))
 }
 
-// errUnauthenticated refuses an RPC of an unknown caller.
+// errUnauthenticated refuses an RPC of a caller who is unknown, or may not send any.
 func errUnauthenticated(why error) error {
+	if _, known := errors.AsType[*serving.RefusedError](why); known { // but must not send RPCs
+		return statusOf(why)
+	}
 	return status.Error(codes.Unauthenticated, wire.Text(strings.TrimPrefix(why.Error(), "identity: ")))
 }
 

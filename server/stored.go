@@ -48,7 +48,11 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	}
 	out := &pb.ListTensorsResponse{}
 	if req.GetPageToken() == "" {
-		out.Sources = s.cfg.Sources.Names()
+		for _, name := range s.cfg.Sources.Names() {
+			if s.may(ctx, VerbGenerate, name, 0) == nil {
+				out.Sources = append(out.Sources, name)
+			}
+		}
 	}
 	if s.cfg.Store == nil {
 		return out, nil
@@ -63,7 +67,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 		most = int(n)
 	}
 	// Request one more than the page holds, to see whether there is another page.
-	list, err := s.cfg.Store.List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
+	list, err := s.restrict(VerbList).List(ctx, req.GetGlob(), req.GetPageToken(), most+1)
 	if err != nil {
 		return nil, s.storing.Explain(err)
 	}
@@ -131,17 +135,18 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
 
-// match yields the names that a name or a glob selects.
+// match yields the names that a name or a glob selects for deletion.
 func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error] {
+	visible := s.restrict(VerbDelete)
 	literal := func() (string, error) {
-		r, err := s.cfg.Store.Open(ctx, name)
+		r, err := visible.Open(ctx, name)
 		if err == nil {
 			r.Release()
 		}
 		return name, err
 	}
 	return store.Pick(name, literal, func(yield func(string, error) bool) {
-		for info, err := range store.Each(ctx, s.cfg.Store, name) {
+		for info, err := range store.Each(ctx, visible, name) {
 			if !yield(info.Name, err) {
 				return
 			}
@@ -150,16 +155,13 @@ func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error
 }
 
 // GetTransfer returns the state of a push or a pull.
-func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb.GetTransferResponse, error) {
+func (s *Server) GetTransfer(ctx context.Context, req *pb.GetTransferRequest) (*pb.GetTransferResponse, error) {
 	id, ok := tensor.ParseID(req.GetTransferId())
 	if !ok {
 		return nil, frame.Errorf(frame.InvalidArgument, "transfer_id: want 16 bytes, not all zero: the session_id in the hello of a push or a pull")
 	}
-	if req.GetWaiting() {
-		s.storing.Waits(id)
-	}
 	state, tensors, ok := s.storing.State(id)
-	if !ok {
+	if !ok || s.cfg.Authorize != nil && state.Principal != Principal(ctx) {
 		return nil, frame.Errorf(frame.NotFound, "transfer %s: neither open nor among the last that ended", id)
 	}
 	out := &pb.GetTransferResponse{
@@ -167,6 +169,7 @@ func (s *Server) GetTransfer(_ context.Context, req *pb.GetTransferRequest) (*pb
 		AgeMillis: time.Since(state.Began).Milliseconds(),
 	}
 	if req.GetWaiting() { // the client does not read them
+		s.storing.Waits(id)
 		return out, nil
 	}
 	for i := range tensors {

@@ -50,10 +50,10 @@ func New(l net.Listener, model string) server.Service {
 }
 
 // find returns the ports of a model.
-func (s *service) find(name string) (p ports, err error) {
-	info, found := s.models.Info(name)
+func (s *service) find(ctx context.Context, name string) (p ports, err error) {
+	info, found := s.models.Info(ctx, name)
 	p.Info = info
-	_, p.trains = s.models.Info(name + "/train")
+	_, p.trains = s.models.Info(ctx, name+"/train")
 	p.past, p.data = layers(p.Inputs, "past")
 	p.present, p.result = layers(p.Outputs, "present")
 	switch {
@@ -82,7 +82,7 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 	began := time.Now()
 	inputs, outputs := s.makers(ctx)
 	s.requests.Add(1)
-	p, err := s.find(cmp.Or(req.GetModelId(), s.model))
+	p, err := s.find(ctx, cmp.Or(req.GetModelId(), s.model))
 	if err != nil {
 		return nil, err
 	}
@@ -130,7 +130,7 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 	if found {
 		defer func() { s.settle(run, again) }()
 	}
-	p, err := s.find(cmp.Or(run.model, req.GetModelId(), s.model))
+	p, err := s.find(ctx, cmp.Or(run.model, req.GetModelId(), s.model))
 	switch {
 	case err != nil:
 		return nil, err
@@ -170,8 +170,8 @@ func (s *service) HealthCheck(context.Context, *pb.HealthRequest) (*pb.HealthRes
 }
 
 // GetServiceInfo describes the default model.
-func (s *service) GetServiceInfo(context.Context, *pb.ServiceInfoRequest) (*pb.ServiceInfoResponse, error) {
-	p, _ := s.find(s.model) // or nothing is known of it
+func (s *service) GetServiceInfo(ctx context.Context, _ *pb.ServiceInfoRequest) (*pb.ServiceInfoResponse, error) {
+	p, _ := s.find(ctx, s.model) // or nothing is known of it
 	return &pb.ServiceInfoResponse{
 		ServiceName: s.model, Version: version, Device: cmp.Or(p.Device, "unknown"), UptimeSeconds: new(float32(time.Since(s.began).Seconds())),
 		TotalRequests: s.requests.Load(), CustomInfo: p.About,

@@ -9,12 +9,9 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 )
 
-// Codes that sessions do not have. Their clients retry everything but these two, INVALID_ARGUMENT,
-// NOT_FOUND and UNAUTHENTICATED.
-const (
-	permissionDenied = frame.Code(codes.PermissionDenied)
-	unimplemented    = frame.Code(codes.Unimplemented)
-)
+// unimplemented is a code that sessions do not have. Their clients retry everything but this one,
+// PERMISSION_DENIED, INVALID_ARGUMENT, NOT_FOUND and UNAUTHENTICATED.
+const unimplemented = frame.Code(codes.Unimplemented)
 
 // noPass says what theirs says.
 func noPass(id string) error {

@@ -115,7 +115,7 @@ func (t *training) forward(ctx context.Context, model, id string, in []server.Te
 	if refused(err) != nil { // the lease was given up, or lost with the model's process; if not, it says so again
 		_, err = t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token})
 		if r := refused(err); r != nil {
-			return nil, frame.Errorf(permissionDenied, "the model trains with another client: %s", r.Text)
+			return nil, frame.Errorf(frame.PermissionDenied, "the model trains with another client: %s", r.Text)
 		}
 		if err == nil {
 			out, err = t.run(ctx, model+"/train", p.call, in, params)
