@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"log/slog"
 	"os"
 	"runtime"
 	"slices"
@@ -98,6 +99,24 @@ func (w *watched[T]) again() *watched[T] {
 func OthersRead(path string) bool {
 	i, err := os.Stat(path)
 	return err == nil && runtime.GOOS != "windows" && i.Mode()&0o004 != 0
+}
+
+// Watch returns a function that returns what parse makes of a file, again when it has changed, as
+// a Server does with its own files. While that fails, the previous value stays in force, and log
+// has a line. parse gets the text of the file.
+func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, error)) (func() T, error) {
+	w := watch(func() (value T, err error) {
+		b, err := readFile(path)
+		if err != nil {
+			return value, err
+		}
+		if value, err = parse(string(b)); err != nil {
+			err = fmt.Errorf("identity: %s, %w", path, err)
+		}
+		return value, err
+	}, path)
+	_, err := w.get()
+	return func() T { return current(&Server{log: log}, w) }, err
 }
 
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a

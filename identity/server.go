@@ -129,7 +129,7 @@ func (s *Server) readTokens() (map[[sha256.Size]byte]string, error) {
 func current[T any](s *Server, w *watched[T]) T {
 	value, err := w.get()
 	if err != nil {
-		s.log.Warn("certificates, keys or tokens have changed and cannot be read; the previous ones stay in force", slog.String("error", err.Error()))
+		s.log.Warn("certificates, keys, tokens or roles have changed and cannot be read; the previous ones stay in force", slog.String("error", err.Error()))
 	}
 	return value
 }

@@ -71,6 +71,7 @@ type serveConfig struct {
 	listen, metrics, health       string
 	splitlearn, splitlearnModel   string
 	insecure, pprof, verbose, bbr bool
+	roles                         string // a file
 	secrets                       identity.ServerFiles
 	store                         storeFlag
 	files                         []string // [name=]folder
@@ -98,6 +99,7 @@ func (c *serveConfig) flags(cmd *cobra.Command) {
 	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
 	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
 	f.StringVar(&c.secrets.Tokens, "token-file", "", "`file` with a client's name and token on each line;\nclients then need a token or a certificate")
+	f.StringVar(&c.roles, "roles", "", "`file` with a line per client that says what it may do;\nothers may do nothing")
 	f.BoolVar(&c.insecure, "insecure", false, "accept other machines without encryption or authentication")
 	f.StringVar(&c.engines.engine, "engine", autoEngine, "`where` models run: cpu, a device such as cuda:0,\nor auto for cuda:0 if it works, else cpu")
 	f.StringArrayVar(&c.engines.models, "model", nil, "serve the model in [name=]`folder`[@engine]; repeatable")
@@ -300,6 +302,10 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
+	may, err := c.readRoles(id, log)
+	if err != nil {
+		return err
+	}
 	if len(c.services) > 0 {
 		log.Debug("variables of a Kubernetes Service are ignored", slog.Any("variables", c.services))
 	}
@@ -347,6 +353,9 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	cfg.Store, cfg.Sources, cfg.Log, cfg.Metrics, cfg.Lanes = tensors, sources, log, registry, cmp.Or(c.lanes, -1)
 	if id != nil {
 		cfg.Credentials, cfg.Identify = id.Credentials(), id.Principal
+	}
+	if may != nil {
+		may.stored, cfg.Authorize = tensors, may.authorize
 	}
 	if cfg.Services, err = c.openDropIns(e.models, log); err != nil {
 		return errors.Join(err, l.Close())
@@ -485,6 +494,21 @@ func (c *serveConfig) identity(log *slog.Logger) (*identity.Server, error) {
 		return nil, mistake(hinted{err, "tensorferry cert creates certificates to try out"})
 	}
 	return id, nil
+}
+
+// readRoles reads the file of --roles. It returns nil if there is none.
+func (c *serveConfig) readRoles(id *identity.Server, log *slog.Logger) (*roles, error) {
+	if c.roles == "" {
+		return nil, nil
+	}
+	if id == nil || id.Open() {
+		return nil, usage("--roles %s: without --token-file or --tls-client-ca the server does not know who a client is", c.roles)
+	}
+	r, err := readRoles(c.roles, log)
+	if err != nil {
+		return nil, usage("--roles: %w", err)
+	}
+	return r, nil
 }
 
 // mayOpen rejects an unsecured listener that other machines can reach, unless --insecure.
