@@ -80,8 +80,9 @@ type result struct {
 	desc tensor.Desc
 	geo  tensor.Geometry
 	port string
-	mem  []byte   // nil if it goes to a writer
-	came []uint32 // chunk indexes in order of arrival, for Regions
+	mem  []byte           // nil if it goes to a writer
+	to   *session.Landing // then
+	came []uint32         // chunk indexes in order of arrival, for Regions
 }
 
 // failed returns the error of a result that the caller's Sink does not take.
@@ -130,9 +131,13 @@ func (c *run) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		c.session.wantLane(m, int64(e.Desc.SizeBytes))
 	case stream.EventChunk:
 		for _, r := range c.results {
-			if r.id == e.Tensor && r.mem != nil {
+			switch {
+			case r.id != e.Tensor:
+			case r.mem != nil:
 				r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
 				c.news.Tell()
+			case r.to != nil && r.geo.ChunkBytes < session.PieceBytes: // or a piece is one chunk
+				r.to.Arrived(e.Off, e.N)
 			}
 		}
 	}
@@ -145,7 +150,7 @@ func (c *run) write(m *stream.Machine, now stream.Instant, r *result, to Sink, o
 	l := &session.Landing{
 		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, Tell: news.Tell,
 	}
-	if onAllowance {
+	if r.to = l; onAllowance {
 		c.session.stage(m, now, l)
 	}
 	c.using.Go(func() {

@@ -153,9 +153,6 @@ func (f *feed) announce(item int64) (ahead int) {
 		if err := m.OpenTensor(now, d); err != nil && !errors.Is(err, stream.ErrClosed) {
 			m.Finish(frame.Done{Call: f.call.id, Code: frame.InvalidArgument, Message: err.Error()})
 		}
-		if f.geo.ChunkBytes < f.geo.Size {
-			m.Gradual(f.id)
-		}
 	})
 	return ahead
 }

@@ -1,6 +1,7 @@
 package client_test
 
 import (
+	"bytes"
 	"fmt"
 	"io"
 	"testing"
@@ -14,9 +15,9 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// loop makes each row of an input when the result of the one before has come. first is
-// called before the first.
-func loop(t *testing.T, c *client.Client, rows, width int, next bool, first func()) {
+// loop makes each row of an input when the result of the one before has come, in regions or to
+// a writer. first is called before the first.
+func loop(t *testing.T, c *client.Client, rows, width int, next, writes bool, first func()) {
 	t.Helper()
 	x := testkit.Bytes(rows*width, uint64(width))
 	row := func(i int) []byte { return x[i*width : (i+1)*width] }
@@ -64,7 +65,17 @@ func loop(t *testing.T, c *client.Client, rows, width int, next bool, first func
 		}
 		made <- nil
 	}()
-	call, err := c.Call(t.Context(), client.Request{Model: "echo", Inputs: []client.Input{in}, Timeout: 30 * time.Second})
+	request := client.Request{Model: "echo", Inputs: []client.Input{in}, Timeout: 30 * time.Second}
+	var written bytes.Buffer
+	if writes {
+		to := writerFunc(func(p []byte) (int, error) {
+			n, err := written.Write(p)
+			arrived <- int64(written.Len())
+			return n, err
+		})
+		request.Results = map[string]client.Sink{"y": client.Writer(func(tensor.Desc) (io.Writer, error) { return to, nil })}
+	}
+	call, err := c.Call(t.Context(), request)
 	require.NoError(t, err)
 	defer func() { _ = r.Close() }()
 	for region, err := range call.Regions() {
@@ -72,11 +83,14 @@ func loop(t *testing.T, c *client.Client, rows, width int, next bool, first func
 			arrived <- region.Off + int64(len(region.Data))
 		}
 	}
-	close(arrived)
 	out, err := call.Wait()
+	close(arrived)
 	require.NoError(t, <-made)
 	require.NoError(t, err)
-	require.Equal(t, x, out["y"].Data)
+	if !writes {
+		written.Write(out["y"].Data)
+	}
+	require.True(t, bytes.Equal(x, written.Bytes()))
 }
 
 func TestARowMayBeMadeFromTheResultOfTheOneBefore(t *testing.T) {
@@ -84,9 +98,11 @@ func TestARowMayBeMadeFromTheResultOfTheOneBefore(t *testing.T) {
 	f := start(t, "tcp", client.Config{})
 	for _, width := range []int{1, 3, 512, 1000, 64 << 10, mib - 1, mib, mib + 1, 3 * mib} {
 		for _, next := range []bool{false, true} {
-			t.Run(fmt.Sprintf("width=%d/next=%t", width, next), func(t *testing.T) {
-				loop(t, f.client, 12, width, next, func() {})
-			})
+			for _, writes := range []bool{false, true} {
+				t.Run(fmt.Sprintf("width=%d/next=%t/writes=%t", width, next, writes), func(t *testing.T) {
+					loop(t, f.client, 12, width, next, writes, func() {})
+				})
+			}
 		}
 	}
 }
@@ -96,7 +112,7 @@ func TestAFirstRowMayComeLate(t *testing.T) {
 	for _, next := range []bool{false, true} {
 		bubble(t, func(t *testing.T) {
 			f := startServer(t, "tcp", client.Config{}, func(c *serverConfig) { c.Session.ChunkIdle = stream.Instant(time.Second) })
-			loop(t, f.client, 5, 1000, next, func() { <-time.After(20 * time.Second) })
+			loop(t, f.client, 5, 1000, next, false, func() { <-time.After(20 * time.Second) })
 		})
 	}
 }

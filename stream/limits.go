@@ -3,7 +3,6 @@ package stream
 import "github.com/tensorferry/tensorferry/terms"
 
 const (
-	kib         = 1 << 10
 	second      = terms.Second
 	millisecond = terms.Millisecond
 
@@ -14,7 +13,7 @@ const (
 	summaryBytes = 96
 	// answerBytes is what an answer takes in addition to its text.
 	answerBytes  = 400
-	pendingBytes = 512 * kib
+	pendingBytes = 512 << 10
 	// retainedEvents is the capacity up to which the empty queue of events is kept.
 	retainedEvents = 32
 	// laneRetain is how many chunks a sender with lanes wants to have acknowledged

@@ -61,10 +61,11 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 		return err
 	}
 	d.SizeBytes = uint64(size)
+	gradual := !m.cfg.Server && k.part.Put == nil && d.RetainChunks > 0 && geo.Count() > 1
 	if d.RetainChunks == 0 && m.agreed() {
 		d.RetainChunks = laneRetain
 	}
-	t := &out{transfer: transfer{call: k, last: now}, Out: flow.Out{Tensor: flow.Tensor{Desc: d, Geo: geo}, Chunks: chunker.New(geo)}}
+	t := &out{transfer: transfer{call: k, last: now}, Out: flow.Out{Tensor: flow.Tensor{Desc: d, Geo: geo}, Chunks: chunker.New(geo), Gradual: gradual}}
 	s.tensors[d.Tensor] = t
 	s.most = max(s.most, len(s.tensors))
 	k.outs = append(k.outs, t)
@@ -76,14 +77,6 @@ func (m *Machine) OpenTensor(now Instant, d frame.Desc) error {
 		s.descs = append(s.descs, t)
 	}
 	return nil
-}
-
-// Gradual says that a tensor that was just opened is made bit by bit. It travels on credit: on
-// allowance, its receiver might wait for all of it.
-func (m *Machine) Gradual(id tensor.ID) {
-	if t := m.out.tensors[id]; t != nil {
-		t.Gradual = true
-	}
 }
 
 // Offer shares data as bytes [off, off+len) of an outgoing tensor until release, which is

@@ -31,7 +31,7 @@ type Out struct {
 	Tensor
 	Chunks    *chunker.Chunker
 	Announced bool      // its desc is sent
-	Gradual   bool      // it is made bit by bit, and needs credit
+	Gradual   bool      // it travels on credit: on allowance, its receiver might wait for all of it
 	laned     []passage // chunks that lanes carry, in the order in which they were sent
 	queued    bool      // in ring or small
 }

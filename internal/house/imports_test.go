@@ -93,6 +93,7 @@ var layers = map[string][]string{
 	"examples/encoder":      {anything},
 	"examples/local":        {anything},
 	"examples/pull":         {anything},
+	"examples/loop":         {anything},
 	"examples/relu":         {anything},
 	"examples/row_function": {anything},
 	"internal/bench/kinds":  {anything},

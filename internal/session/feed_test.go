@@ -137,6 +137,10 @@ type getter struct {
 
 func (g *getter) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
+	case stream.EventChunk:
+		if g.landing.InOrder {
+			g.landing.Arrived(e.Off, e.N)
+		}
 	case stream.EventTensor:
 		g.landing = &Landing{
 			Session: g.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)},
@@ -235,7 +239,8 @@ func TestWhatAFeedSendsALandingPlaces(t *testing.T) {
 					copy(to.data[r.Off:r.Off+r.Len], data[r.Off:])
 				}
 				l := client.landing
-				l.To, l.Held, l.InOrder = to, held, how == "slabs, in order"
+				l.To, l.Held = to, held
+				client.sess.Do(func(*stream.Machine, stream.Instant) { l.InOrder = how == "slabs, in order" })
 				l.Slab = func(n int) (*slab.Slab, error) { return pool.Get(n) }
 				if how == "memory" {
 					l.Memory = to.data

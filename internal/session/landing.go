@@ -63,9 +63,11 @@ type Landing struct {
 	ahead  int64 // bytes to be lent ahead, if more than usual
 
 	// Guarded by the session's lock.
-	out  int // pieces lent
-	came []*piece
-	lost []*piece // came back without their bytes
+	away   []*piece // lent
+	came   []*piece
+	here   int64           // bytes from the beginning on that are in place, as Arrived says
+	beyond map[int64]int64 // lengths of those in place behind a gap, by offset
+	lost   []*piece        // came back without their bytes
 }
 
 type piece struct {
@@ -83,9 +85,9 @@ func (l *Landing) Stage(m *stream.Machine, now stream.Instant, s *slab.Slab) {
 
 // lend lends a piece; the session is locked.
 func (l *Landing) lend(m *stream.Machine, now stream.Instant, p *piece) {
-	l.out++
+	l.away = append(l.away, p)
 	back := func(filled bool) {
-		l.out--
+		l.away = slices.DeleteFunc(l.away, func(o *piece) bool { return o == p })
 		if filled {
 			l.came = append(l.came, p)
 		} else {
@@ -111,40 +113,63 @@ func (l *Landing) Step() error {
 		if err := l.more(); err != nil {
 			return err
 		}
-		p := l.take()
+		p, part := l.take()
 		if p == nil {
 			return nil
 		}
-		views := [][]byte{p.mem}
-		if len(p.mem) == 0 {
+		off, mem := p.off, p.mem
+		if l.InOrder { // the beginning may have been handed over
+			off, mem = l.next, p.mem[l.next-p.off:]
+		}
+		views := [][]byte{mem}
+		if len(mem) == 0 {
 			views = nil
 		}
-		if err := l.To.WriteViews(p.off, views); err != nil {
-			l.free(p)
-			return err
+		err := l.To.WriteViews(off, views)
+		l.next = max(l.next, off+int64(len(mem)))
+		if part && err == nil {
+			continue
 		}
 		l.free(p)
-		l.left--
-		l.next = max(l.next, p.off+int64(len(p.mem)))
-		if l.Whole() {
+		if err != nil {
+			return err
+		}
+		if l.left--; l.Whole() {
 			return nil
 		}
 	}
 }
 
-// take returns a piece that has come; nil if there is none.
-func (l *Landing) take() (p *piece) {
+// Arrived says that bytes of a tensor in order are in place, of a piece that is not: they can
+// be handed over. The session is locked.
+func (l *Landing) Arrived(off, n int64) {
+	if l.beyond == nil {
+		l.beyond = make(map[int64]int64)
+	}
+	l.beyond[off] = n
+	for n, there := l.beyond[l.here]; there; n, there = l.beyond[l.here] {
+		delete(l.beyond, l.here)
+		l.here += n
+		l.Tell()
+	}
+}
+
+// take returns a piece that has come or, in order, one of which a part is in place; nil if there
+// is none.
+func (l *Landing) take() (p *piece, part bool) {
 	l.Session.Do(func(*stream.Machine, stream.Instant) {
-		i := 0
-		if l.InOrder {
-			i = slices.IndexFunc(l.came, func(p *piece) bool { return p.off == l.next })
-		}
-		if i >= 0 && i < len(l.came) {
+		i := slices.IndexFunc(l.came, func(p *piece) bool { return !l.InOrder || p.off <= l.next })
+		if i >= 0 {
 			p = l.came[i]
 			l.came = slices.Delete(l.came, i, i+1)
+			return
+		}
+		i = slices.IndexFunc(l.away, func(p *piece) bool { return l.next < min(l.here, p.off+int64(len(p.mem))) && p.off <= l.next })
+		if part = i >= 0; part {
+			p = &piece{off: l.away[i].off, mem: l.away[i].mem[:min(l.here-l.away[i].off, int64(len(l.away[i].mem)))]}
 		}
 	})
-	return p
+	return p, part
 }
 
 func (l *Landing) free(p *piece) {
@@ -195,7 +220,7 @@ func (l *Landing) more() error {
 		full := false
 		l.Session.Do(func(m *stream.Machine, now stream.Instant) {
 			l.ahead = m.Ahead(now)
-			if full = l.failed || l.Memory != nil && int64(l.out) >= max(landingPieces, l.ahead/l.size); !full {
+			if full = l.failed || l.Memory != nil && int64(len(l.away)) >= max(landingPieces, l.ahead/l.size); !full {
 				l.lend(m, now, p)
 			}
 		})
@@ -231,7 +256,7 @@ func (l *Landing) held() (n int64) {
 // has ended before.
 func (l *Landing) Home() (home bool) {
 	l.Session.Do(func(*stream.Machine, stream.Instant) {
-		if home = l.out == 0; home {
+		if home = len(l.away) == 0; home {
 			for _, p := range append(l.came, l.lost...) {
 				l.free(p)
 			}
