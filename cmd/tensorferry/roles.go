@@ -20,7 +20,7 @@ import (
 
 const (
 	// What others store and delete under the names of a principal counts after countEvery. At its
-	// limit it is counted for each put, but not within countPause: 60 000 tensors take 20 ms.
+	// limit it is counted for each put, but not within countPause: 60 000 tensors take 30 ms.
 	countEvery  = 10 * time.Second
 	countPause  = 100 * time.Millisecond
 	retryMillis = 100 // when a client may try again: a call of its own may end at any time
