@@ -195,28 +195,20 @@ func (t *tally) call(ctx context.Context, most int64) error {
 
 // put admits a tensor if there is room for it.
 func (t *tally) put(ctx context.Context, stored store.Store, its *role, a server.Action) error {
-	came, more := time.Now(), a.Bytes
+	came := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if more > max(0, its.bytes-t.bytes) {
-		more = t.more(ctx, stored, a)
-	}
-	if (more > max(0, its.bytes-t.bytes) || time.Since(t.counted) > countEvery) && t.counted.Before(came) {
-		select { // those that wait meanwhile share the count
-		case <-time.After(time.Until(t.counted.Add(countPause))):
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
+	if (a.Bytes > its.bytes-t.bytes || time.Since(t.counted) > countEvery) && t.counted.Before(came) {
+		time.Sleep(time.Until(t.counted.Add(countPause))) // those that come meanwhile share the count
 		if err := t.count(ctx, stored, its); err != nil {
 			return &server.RefusedError{Code: frame.Unavailable, Text: "bytes: the server's store cannot be listed now; try again later", RetryMillis: retryMillis}
 		}
-		more = t.more(ctx, stored, a)
 	}
-	if more > max(0, its.bytes-t.bytes) {
-		text := fmt.Sprintf("bytes: the server's roles let tensors of your names have %d; they have %d, and would have %d more; delete some", its.bytes, t.bytes, more)
+	if a.Bytes > its.bytes-t.bytes {
+		text := fmt.Sprintf("bytes: the server's roles let tensors of your names have %d; they have %d, and this one has %d; delete some", its.bytes, t.bytes, a.Bytes)
 		return &server.RefusedError{Code: frame.ResourceExhausted, Text: text}
 	}
-	t.bytes += more
+	t.bytes += a.Bytes
 	if len(t.open) == cap(t.open) {
 		t.drop()
 	}
@@ -224,24 +216,7 @@ func (t *tally) put(ctx context.Context, stored store.Store, its *role, a server
 	return nil
 }
 
-// more returns by how much a put may raise what counts. Of a name, that is what is stored or what
-// is on its way, whichever is larger: either may be there in the end.
-func (t *tally) more(ctx context.Context, stored store.Store, a server.Action) int64 {
-	var size, coming int64
-	if r, err := stored.Open(ctx, a.Name); err == nil {
-		size, _ = r.Info().Bytes()
-		r.Release()
-	}
-	t.drop()
-	for _, o := range t.open {
-		if o.name == a.Name {
-			coming += o.bytes
-		}
-	}
-	return max(0, a.Bytes-max(0, size-coming))
-}
-
-// count counts what is on its way, and then what is stored.
+// count counts what is on its way and then what is stored, which may be the same.
 func (t *tally) count(ctx context.Context, stored store.Store, its *role) error {
 	began, bytes, coming := time.Now(), int64(0), make(map[string]int64)
 	t.drop()
