@@ -556,6 +556,14 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 	r, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: slices.Repeat([]string{"[xy]"}, 1024)})
 	require.NoError(t, err)
 	require.Equal(t, []string{"x", "y"}, r.GetDeleted())
+	// A name is taken as it is before it is a glob.
+	put(t, s, "a?", []byte("abc"))
+	put(t, s, "ab", []byte("abc"))
+	for _, want := range []string{"a?", "ab"} {
+		r, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: []string{"a?"}})
+		require.NoError(t, err)
+		require.Equal(t, []string{want}, r.GetDeleted())
+	}
 
 	bare := serve(t, nil)
 	_, err = pb.NewTensorServiceClient(bare.dial(t)).DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: []string{"x"}})

@@ -2,7 +2,10 @@ package server
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"iter"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc"
@@ -135,23 +138,29 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	return &pb.DeleteTensorsResponse{Deleted: deleted}, nil
 }
 
-// match yields the names that a name or a glob selects for deletion.
+// match yields the names that a name selects for deletion: itself or, if there is no such tensor
+// and it may be a glob, all that match it.
 func (s *Server) match(ctx context.Context, name string) iter.Seq2[string, error] {
 	visible := s.restrict(VerbDelete)
-	literal := func() (string, error) {
+	return func(yield func(string, error) bool) {
 		r, err := visible.Open(ctx, name)
 		if err == nil {
 			r.Release()
 		}
-		return name, err
-	}
-	return store.Pick(name, literal, func(yield func(string, error) bool) {
+		if !errors.Is(err, store.ErrNotFound) || !strings.ContainsAny(name, "*?[") {
+			yield(name, err)
+			return
+		}
+		found := false
 		for info, err := range store.Each(ctx, visible, name) {
-			if !yield(info.Name, err) {
+			if found = true; !yield(info.Name, err) {
 				return
 			}
 		}
-	})
+		if !found {
+			yield("", fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name))
+		}
+	}
 }
 
 // GetTransfer returns the state of a push or a pull.
