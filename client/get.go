@@ -59,47 +59,43 @@ type Range = frame.Range
 // the other.
 func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 	c.tally.calls.Add(1)
+	var got []Summary
+	for left := r.Select; ; {
+		r.Select = left[:min(len(left), requestNames)]
+		some, err := c.pullPart(ctx, r)
+		got = append(got, some...)
+		if left = left[len(r.Select):]; err != nil || len(left) == 0 {
+			return got, cmp.Or(err, errorsOf(got))
+		}
+	}
+}
+
+// pullPart is Pull for as many selections as a request has. The error is what ended the pull.
+func (c *Client) pullPart(ctx context.Context, r PullRequest) ([]Summary, error) {
 	left := make([]int, len(r.Select)) // selections
 	for i := range left {
 		left[i] = i
 	}
 	bySelection := make([][]*pulled, len(r.Select)+1) // the last are of none
 	for tries := c.tries(); ; c.tally.retries.Add(1) {
-		for _, s := range left {
+		q := r
+		q.Select = make([]Selection, len(left))
+		for i, s := range left {
+			q.Select[i] = r.Select[s]
 			bySelection[s] = nil
 		}
-		var err error
-		from := 0 // in left: where the part begins that is pulled
-		for {
-			part := left[from:min(from+requestNames, len(left))]
-			q := r
-			q.Select = nil
-			for _, s := range part {
-				q.Select = append(q.Select, r.Select[s])
+		order, err := c.pull(ctx, q)
+		for _, t := range order {
+			of := len(r.Select)
+			if t.sel >= 0 {
+				of = left[t.sel]
 			}
-			var order []*pulled
-			order, err = c.pull(ctx, q)
-			for _, t := range order {
-				of := len(r.Select)
-				if t.sel >= 0 {
-					of = part[t.sel]
-				}
-				bySelection[of] = append(bySelection[of], t)
-			}
-			if err != nil {
-				break
-			}
-			if from += len(part); from == len(left) {
-				break
-			}
+			bySelection[of] = append(bySelection[of], t)
 		}
-		why, answered := err, len(r.Select) // those before it
-		if from < len(left) {
-			answered = left[from]
-		}
+		why := err
 		left = slices.DeleteFunc(left, func(s int) bool {
 			failed := err
-			if s < answered || len(bySelection[s]) > 0 && !r.Select[s].isGlob() {
+			if len(bySelection[s]) > 0 && !r.Select[s].isGlob() {
 				failed = nil
 			}
 			for _, t := range bySelection[s] {
@@ -122,7 +118,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 				out = append(out, t.Summary)
 			}
 		}
-		return out, cmp.Or(err, errorsOf(out))
+		return out, err
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
@@ -655,4 +656,34 @@ func TestAPullThatPicksTooMuchKeepsNoReader(t *testing.T) {
 	require.Equal(t, codes.ResourceExhausted, got.status.Code())
 	saysWhy(t, got.status.Message(), []string{"memory", "select less"})
 	testkit.Eventually(t, func() bool { return m.open.Load() == 0 }, "every Reader to be released")
+}
+
+func TestMoreNamesThanARequestHasArePulledOneAfterTheOther(t *testing.T) {
+	testkit.Start(t)
+	m := shelf(t, 64*mib)
+	f := serve(t, func(c *server.Config) { c.Store = m })
+	var r client.PullRequest
+	for i := range 2500 {
+		name := fmt.Sprintf("%04d", i)
+		r.Select = append(r.Select, client.Selection{Name: name})
+		if i != 7 && i != 2222 {
+			put(t, m, name, []byte(name))
+		}
+	}
+	c, err := client.Dial(f.addr, client.Config{})
+	require.NoError(t, err)
+	defer c.Close()
+	got, err := c.Pull(t.Context(), r)
+	require.Len(t, got, len(r.Select))
+	for i, s := range got {
+		require.Equal(t, r.Select[i].Name, s.Name)
+		if s.Err == nil {
+			require.Equal(t, s.Name, string(s.Data))
+		} else {
+			require.ErrorContains(t, err, s.Name)
+			require.Equal(t, codes.NotFound, status.Code(s.Err))
+		}
+	}
+	require.Error(t, got[7].Err)
+	require.Error(t, got[2222].Err)
 }
