@@ -46,12 +46,6 @@ type Region struct {
 	Data []byte
 }
 
-// Elements returns the elements of a region, whose memory they share. It fails as tensor.Slice
-// does.
-func Elements[T tensor.Element](r Region) ([]T, error) {
-	return tensor.Slice[T](tensor.Tensor{Desc: r.Desc, Data: r.Data})
-}
-
 // Timings are the durations of a call's stages as the server measured them.
 type Timings struct {
 	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
