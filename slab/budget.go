@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -71,7 +70,7 @@ type Budget struct {
 	kept    int64 // bytes free in them
 	holders map[*Principal]int64
 	queue   []*waiter
-	spare   map[*func() bool]struct{} // of Reclaim
+	spare   []func() bool // of Reclaim
 }
 
 type waiter struct {
@@ -192,22 +191,13 @@ func (b *Budget) Hold(holder *Principal, n int64) {
 	b.grant(holder, n)
 }
 
-// Reclaim registers spare, which is called when an amount does not fit, until stop
-// is called. It releases what is not needed now and reports whether it did; then it
+// Reclaim registers spare, which is called when an amount does not fit. It releases what is not needed now and reports whether it did; then it
 // is called again, while the amount still does not fit. It must not block, and must
 // not take from this budget.
-func (b *Budget) Reclaim(spare func() bool) (stop func()) {
+func (b *Budget) Reclaim(spare func() bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.spare == nil {
-		b.spare = make(map[*func() bool]struct{})
-	}
-	b.spare[&spare] = struct{}{}
-	return func() {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		delete(b.spare, &spare)
-	}
+	b.spare = append(b.spare, spare)
 }
 
 // Waited reports whether somebody waits for an amount.
@@ -222,9 +212,9 @@ func (b *Budget) Waited() bool {
 func (b *Budget) reclaim(holder *Principal, n int64) {
 	for more := true; more && !b.fits(holder, n); {
 		more = false
-		for spare := range maps.Clone(b.spare) {
+		for _, spare := range b.spare {
 			b.mu.Unlock()
-			more = (*spare)() || more
+			more = spare() || more
 			b.mu.Lock()
 		}
 	}

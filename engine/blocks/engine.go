@@ -79,7 +79,7 @@ type Engine struct {
 func New(c Config) *Engine {
 	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
 	if c.Spill != nil {
-		c.Budget.Reclaim(e.spare) // for as long as the budget lives
+		c.Budget.Reclaim(e.spare)
 	}
 	return e
 }
