@@ -28,8 +28,33 @@ type noted struct {
 func (n noted) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	n.in.Store(authority)
 	conn, info, err := n.TransportCredentials.ClientHandshake(ctx, authority, raw)
-	n.dials.end(unsecured, err)
-	return conn, info, err
+	if err != nil {
+		n.dials.end(unsecured, err)
+	}
+	return &answering{Conn: conn, dials: n.dials}, info, err
+}
+
+// answering is a connection whose attempt ends when its peer says something, or has gone.
+type answering struct {
+	net.Conn
+	dials *dials
+	heard atomic.Bool
+}
+
+func (a *answering) Read(p []byte) (n int, err error) {
+	if n, err = a.Conn.Read(p); !a.heard.Load() {
+		a.heard.Store(n > 0)
+		a.dials.end(noPreface+": ", err)
+	}
+	return n, err
+}
+
+// Write leaves it to Read to find that the peer has gone, after what it said.
+func (a *answering) Write(p []byte) (int, error) {
+	if n, err := a.Conn.Write(p); err == nil || a.heard.Load() {
+		return n, err
+	}
+	return len(p), nil
 }
 
 // Clone returns a copy that notes in the same place.
@@ -67,7 +92,7 @@ func (c *Client) dialLane(ctx context.Context, to net.Addr) (net.Conn, error) {
 type dials struct {
 	mu    sync.Mutex
 	ended int           // attempts
-	err   error         // of the last one, as a status; nil: there is a connection
+	err   error         // of the last one, as a status; nil: the peer has answered
 	news  chan struct{} // closed when the next one ends
 	next  time.Time     // when the next one may be asked for
 	asked bool          // somebody has asked for it
@@ -131,13 +156,18 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 	switch {
 	case !notSent(err):
 		return err
-	case ended > seen && why == nil: // what is there is not a server
+	case ended > seen && why == nil: // what answers is not a server
 		return err
 	}
 	for ended == seen || time.Now().Before(until) {
 		c.dials.ask(c.conn.ResetConnectBackoff)
 		select {
 		case <-news:
+		case <-time.After(redialEvery): // gRPC may have been connecting when it was asked
+			if c.conn.GetState() != connectivity.TransientFailure {
+				return begin()
+			}
+			continue
 		case <-ctx.Done():
 			return err
 		case <-c.closing.Done(): // gRPC dials no more
@@ -145,7 +175,7 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 		}
 		seen = ended
 		if ended, news, why = c.dials.last(); why == nil {
-			// gRPC says so when it has heard from the server, if that is one.
+			// gRPC says so soon, if it is a server.
 			ready, cancel := context.WithTimeout(ctx, readyWait)
 			c.conn.WaitForStateChange(ready, connectivity.TransientFailure)
 			cancel()

@@ -39,3 +39,6 @@ func (w wrappedStub) StreamTensors(ctx context.Context, opts ...grpc.CallOption)
 	}
 	return w.wrap(s), nil
 }
+
+// Fresh begins an RPC as calls do.
+func (c *Client) Fresh(ctx context.Context, begin func() error) error { return c.fresh(ctx, begin) }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
@@ -68,6 +69,71 @@ func TestAServerThatComesBackIsFoundByTheNextAttempt(t *testing.T) {
 		require.ErrorContains(t, err, "x", "there is a server, without this model")
 		require.NotErrorIs(t, err, client.ErrNoConnection)
 		stop()
+	}
+}
+
+// TestACallThatMissesTheNewConnectionUsesIt has gRPC connect of its own accord, between two calls,
+// while the second still fails with the error of the attempt before.
+func TestACallThatMissesTheNewConnectionUsesIt(t *testing.T) {
+	testkit.Start(t)
+	address, start := comeAndGo(t)
+	defer start()()
+	c, err := client.Dial(address, client.Config{Lanes: -1})
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Info(t.Context())
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	begun := 0
+	err = c.Fresh(ctx, func() error {
+		if begun++; begun == 1 {
+			return status.Error(codes.Unavailable, "connection error: desc = of the attempt before")
+		}
+		return nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, 2, begun)
+}
+
+func TestEachCallOfAClientThatIsHungUpOnDialsAndSaysSo(t *testing.T) {
+	testkit.Start(t)
+	for name, hangUp := range map[string]func(net.Conn){
+		"at once":       func(net.Conn) {},
+		"after it read": func(c net.Conn) { _, _ = c.Read(make([]byte, 1)) },
+		"with a reset":  func(c net.Conn) { _ = c.(*net.TCPConn).SetLinger(0) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			var accepted atomic.Int64
+			ended := make(chan struct{})
+			go func() { // ends with l
+				defer close(ended)
+				for {
+					conn, err := l.Accept()
+					if err != nil {
+						return
+					}
+					accepted.Add(1)
+					hangUp(conn)
+					_ = conn.Close()
+				}
+			}()
+			c, err := client.Dial(l.Addr().String(), client.Config{Lanes: -1})
+			require.NoError(t, err)
+			for n := range int64(4) {
+				_, err = c.Info(t.Context())
+				require.ErrorIs(t, err, client.ErrNoConnection)
+				require.Greater(t, accepted.Load(), n)
+				var e *client.Error
+				require.ErrorAs(t, err, &e)
+				require.True(t, e.Refused)
+			}
+			require.NoError(t, c.Close())
+			require.NoError(t, l.Close())
+			<-ended
+		})
 	}
 }
 

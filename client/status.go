@@ -157,7 +157,7 @@ const (
 
 // unreachable is gRPC's error for an attempt to connect that failed.
 func unreachable(says string, err error) error {
-	return status.Error(codes.Unavailable, says+err.Error())
+	return status.Error(codes.Unavailable, notConnected+says+err.Error())
 }
 
 // notSent reports whether an RPC failed for want of a connection.
