@@ -51,7 +51,7 @@ func scaled(t *testing.T, h *cpu.Host, fail error) engine.Model {
 
 func newHost(t *testing.T) *cpu.Host {
 	t.Helper()
-	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: 1 << 20, Workers: 2})
+	h := cpu.NewHost(cpu.HostConfig{MemoryBytes: 8 << 20, Workers: 2})
 	t.Cleanup(func() {
 		used, _, _ := h.Budget().Used()
 		if slabs, _ := h.Pool().Live(); used != 0 || slabs != 0 {

@@ -144,7 +144,7 @@ const mostErrors = 10
 
 // packages begin their errors with their names, which people do not need.
 var packages = []string{
-	"assembler", "bench", "blocks", "chunker", "client", "codec", "cpu", "cuda", "elements", "engine", "fashion", "fault", "frame", "generate", "glob", "identity", "inbound", "kernels", "lane", "lifecycle", "link", "relay", "retry", "server", "serving", "session", "slab",
+	"assembler", "bench", "blocks", "chunker", "client", "codec", "conns", "cpu", "cuda", "elements", "engine", "fashion", "fault", "frame", "generate", "glob", "identity", "inbound", "kernels", "lane", "lifecycle", "link", "relay", "retry", "server", "serving", "session", "slab",
 	"stack", "store", "storing", "stream",
 	"tensor", "tensorfile", "transfer", "wire", "worker",
 }

@@ -64,6 +64,15 @@ type service struct {
 	most          limits
 }
 
+// nameOf returns the name of an ID in the store, where no other ID has it. None ends in a slash: a
+// last part that is empty gets a dot, and one of dots another.
+func nameOf(id string) string {
+	if last := id[strings.LastIndexByte(id, '/')+1:]; strings.Trim(last, ".") == "" {
+		id += "."
+	}
+	return Prefix + id
+}
+
 // ReceiveTensors brings tensors into the store.
 func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChunk, pb.TensorResponse]) error {
 	var ids []string
@@ -74,7 +83,7 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 		var put *server.Transfer
 		return sink{
 			open: func(d tensor.Desc) (err error) {
-				put, err = s.models.Put(stream.Context(), Prefix+id, d)
+				put, err = s.models.Put(stream.Context(), nameOf(id), d)
 				return err
 			},
 			write: func(data []byte) error { return put.Write(data) },

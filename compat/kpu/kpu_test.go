@@ -181,7 +181,7 @@ func TestTensorsInterleaveAndIDsServeAgain(t *testing.T) {
 	require.Equal(t, "Received 3 tensor(s)", resp.GetMessage())
 	require.Equal(t, want, resp.GetReceivedTensorIds())
 	same(t, z, f.storedAs(t, "kpu/a"))
-	same(t, y, f.storedAs(t, "kpu/"))
+	same(t, y, f.storedAs(t, "kpu/."))
 	got, err := f.exchanged(t, list...)
 	require.NoError(t, err)
 	require.Len(t, got, 3)

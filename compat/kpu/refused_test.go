@@ -162,7 +162,7 @@ func TestIDsAreAnyText(t *testing.T) {
 		id             string
 		stream, upload codes.Code
 	}{
-		"empty": {"", codes.OK, codes.OK}, "a path": {"../..//x", codes.OK, codes.OK}, "long": {strings.Repeat("x", 508), codes.OK, codes.OK},
+		"empty": {"", codes.OK, codes.OK}, "a path": {"../..//x", codes.OK, codes.OK}, "a folder": {"a/", codes.OK, codes.OK}, "long": {strings.Repeat("x", 508), codes.OK, codes.OK},
 		"longer than a name": {strings.Repeat("x", 509), codes.OK, codes.InvalidArgument}, "control": {"a\nb", codes.OK, codes.InvalidArgument},
 		"longest": {strings.Repeat("x", idBytes), codes.OK, codes.InvalidArgument}, "too long": {strings.Repeat("x", idBytes+1), codes.ResourceExhausted, codes.ResourceExhausted},
 	} {
@@ -177,7 +177,11 @@ func TestIDsAreAnyText(t *testing.T) {
 			require.Equal(t, tc.upload, status.Code(err), "%v", err)
 			if err == nil {
 				require.Equal(t, []string{tc.id}, resp.GetReceivedTensorIds())
-				same(t, x, f.storedAs(t, "kpu/"+tc.id))
+				name := "kpu/" + tc.id
+				if tc.id == "" || strings.HasSuffix(tc.id, "/") {
+					name += "."
+				}
+				same(t, x, f.storedAs(t, name))
 			}
 		})
 	}

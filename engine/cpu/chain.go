@@ -176,7 +176,7 @@ func (m *model) compute(ctx context.Context, c engine.Call, in []tensor.Tensor, 
 	if s.rows == 0 {
 		return out, nil
 	}
-	return out, s.Program.(RowsFunc)(ctx, b)
+	return out, rowsOf(s.Program)(ctx, b)
 }
 
 // fuse makes one RowsFunc of the steps: each block goes through all of them. What
@@ -207,7 +207,7 @@ func (k chain) fuse(all blocks.Bound, steps []step) (blocks.Bound, error) {
 			}
 		}
 	}
-	all.Program = RowsFunc(func(ctx context.Context, b RowBlock) error {
+	all.Program = restingRows(func(ctx context.Context, b RowBlock) error {
 		in, whole, mem := b.In, b.Whole, b.Scratch
 		for i := range steps {
 			s := &steps[i]
@@ -218,7 +218,7 @@ func (k chain) fuse(all blocks.Bound, steps []step) (blocks.Bound, error) {
 			case i != writer:
 				out, mem = mem[:len(s.outRow)], mem[len(s.outRow):]
 			}
-			err := s.Program.(RowsFunc)(ctx, RowBlock{
+			err := rowsOf(s.Program)(ctx, RowBlock{
 				Row: b.Row * s.factor, Rows: b.Rows * s.factor, In: in, Whole: whole, Out: out,
 				Descs: s.descs, OutDescs: s.Outs, Params: b.Params,
 			})

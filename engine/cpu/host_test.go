@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -16,7 +17,7 @@ import (
 func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func(context.Context, RowBlock) error) engine.Model {
 	t.Helper()
 	port := []engine.Port{{Name: "x", Shape: []int64{engine.Free, engine.Free}}}
-	m, err := RowFunc{
+	f := RowFunc{
 		Info:    engine.Info{Name: "bytes", Rows: 1, BlockRows: blockRows, Inputs: port, Outputs: port, Params: []engine.Param{{Name: "run"}}},
 		InPlace: inPlace,
 		Rows: func(ctx context.Context, b RowBlock) error {
@@ -30,7 +31,12 @@ func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func
 			}
 			return nil
 		},
-	}.Model(h)
+	}
+	m, err := h.model(blocks.Model{Info: f.Info, Bind: func(c engine.Call) (blocks.Bound, error) {
+		b, err := f.bind(c)
+		b.Program = restingRows(f.Rows) // as that of a stack model
+		return b, err
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}

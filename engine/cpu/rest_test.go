@@ -192,7 +192,7 @@ func TestLongLayersRestBetweenRows(t *testing.T) {
 			}
 			rests := 0
 			row := RowBlock{Rows: rows, In: [][]byte{x.Data}, Out: [][]byte{x.Data}, Descs: []tensor.Desc{x.Desc}, OutDescs: b.Outs}
-			if err := b.Program.(RowsFunc)(counted{t.Context(), &rests}, row); err != nil {
+			if err := rowsOf(b.Program)(counted{t.Context(), &rests}, row); err != nil {
 				t.Fatal(err)
 			}
 			if rests < tc.want {

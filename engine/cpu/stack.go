@@ -108,7 +108,7 @@ func Stack(h *Host, model *stack.Model) (engine.Model, error) {
 			each := 4 * int64((2+m.Residuals)*size+scores+queries)
 			b.Memory = []int64{each * min(workers, p.x.Shape[0])}
 		}
-		b.Outs, b.Program = []tensor.Desc{y}, RowsFunc(p.compute)
+		b.Outs, b.Program = []tensor.Desc{y}, restingRows(p.compute)
 		return b, nil
 	}})
 }

@@ -32,9 +32,10 @@ type workers struct {
 	aside    blocks.Queue // blocks ahead of the queue, set aside while a block of their caller was overlong
 	busy     []*seat      // of blocks that are computed, and long ones that rest
 	resting  []*seat      // of these, the next to go on first
-	permits  int          // that may be taken
-	spares   int          // that replace those of overlong blocks
-	overlong int          // blocks
+	free     []*seat
+	permits  int // that may be taken
+	spares   int // that replace those of overlong blocks
+	overlong int // blocks
 	long     int
 	brief    time.Time // when a block began that was not long, beside long ones of others
 	clock    *time.Timer
@@ -42,9 +43,9 @@ type workers struct {
 	closed   bool
 }
 
-// seat is the context of a block that is computed, with a permit or, if it is long, in turns.
+// seat is what a block has that is computed, with a permit or, if it is long, in turns. It is used
+// again.
 type seat struct {
-	context.Context
 	workers  *workers
 	work     *blocks.Work
 	begin    time.Time
@@ -56,13 +57,20 @@ type seat struct {
 	charged  bool          // a long one's tile, to its call
 }
 
+// seated is the context of a block whose model rests. A model of somebody else's may keep its
+// context, and gets the run's.
+type seated struct {
+	context.Context
+	seat *seat
+}
+
 type seatKey struct{}
 
-func (s *seat) Value(key any) any {
+func (c seated) Value(key any) any {
 	if key == (seatKey{}) {
-		return s
+		return c.seat
 	}
-	return s.Context.Value(key)
+	return c.Context.Value(key)
 }
 
 // newWorkers returns n workers, which end with close.
@@ -133,7 +141,7 @@ func (p *workers) work() {
 		}
 		s := p.take()
 		p.mu.Unlock()
-		if p.compute(s); s.turn != nil {
+		if p.compute(s) {
 			return // another has taken its place
 		}
 	}
@@ -193,7 +201,12 @@ func (p *workers) wake() {
 // queued behind one that woke no worker: its own wake-up then went to the first.
 func (p *workers) take() *seat {
 	w, now := p.queue.Pop(), time.Now()
-	s := &seat{Context: w.Context(), workers: p, work: w, begin: now, since: now}
+	if len(p.free) == 0 {
+		p.free = append(p.free, new(seat))
+	}
+	s := p.free[len(p.free)-1]
+	p.free = p.free[:len(p.free)-1]
+	*s = seat{workers: p, work: w, begin: now, since: now}
 	p.busy = append(p.busy, s)
 	p.permits--
 	if !p.ticking {
@@ -243,11 +256,11 @@ func (p *workers) replace() {
 	}
 }
 
-// compute runs a model's own code on a block.
-func (p *workers) compute(s *seat) {
-	err := context.Cause(s.Context)
+// compute runs a model's own code on a block, and reports whether it was long.
+func (p *workers) compute(s *seat) (long bool) {
+	err := context.Cause(s.work.Context())
 	if err == nil {
-		err = call(s, s.work)
+		err = call(s)
 	}
 	s.work.Done(err, blocks.Times{Compute: time.Since(s.begin)})
 	p.mu.Lock()
@@ -262,10 +275,12 @@ func (p *workers) compute(s *seat) {
 		p.long--
 		p.turns()
 	}
-	if p.long > 0 || s.turn != nil {
+	if long = s.turn != nil; long || p.long > 0 {
 		p.again()
 	}
+	p.free = append(p.free, s)
 	p.wake()
+	return long
 }
 
 // leave gives a permit back; mu is held.
@@ -291,16 +306,26 @@ func (p *workers) again() {
 	}
 }
 
+// restingRows is a RowsFunc that calls rest.
+type restingRows RowsFunc
+
+func rowsOf(program any) RowsFunc {
+	if f, ok := program.(restingRows); ok {
+		return RowsFunc(f)
+	}
+	return program.(RowsFunc)
+}
+
 // rest lets others be computed, where a block has been for turnTime, and reports whether its run
 // has ended. What works long calls it between rows, and says whether its tile is charged to the call.
 func rest(ctx context.Context, charged bool) (ended bool) {
 	if s, ok := ctx.Value(seatKey{}).(*seat); ok && time.Since(s.since) >= turnTime && ctx.Err() == nil {
-		s.rest(charged)
+		s.rest(charged, ctx.Done())
 	}
 	return ctx.Err() != nil
 }
 
-func (s *seat) rest(charged bool) {
+func (s *seat) rest(charged bool, ended <-chan struct{}) {
 	p := s.workers
 	p.mu.Lock()
 	if s.turn == nil {
@@ -327,7 +352,7 @@ func (s *seat) rest(charged bool) {
 	p.mu.Unlock()
 	select {
 	case <-s.turn:
-	case <-s.Done():
+	case <-ended:
 		p.mu.Lock()
 		p.resting = slices.DeleteFunc(p.resting, func(o *seat) bool { return o == s })
 		p.mu.Unlock()
@@ -347,9 +372,14 @@ func (p *workers) turns() {
 	}
 }
 
-func call(ctx context.Context, w *blocks.Work) (err error) {
+func call(s *seat) (err error) {
+	w := s.work
 	defer engine.Recovered(w.Model(), &err)
 	if f, ok := w.Program.(RowsFunc); ok {
+		return f(w.Context(), w.RowBlock)
+	}
+	ctx := seated{w.Context(), s}
+	if f, ok := w.Program.(restingRows); ok {
 		return f(ctx, w.RowBlock)
 	}
 	in := make([]tensor.Tensor, len(w.In))

@@ -32,7 +32,7 @@ module = torch.nn.Sequential(torch.nn.Linear(768, 3072), torch.nn.GELU(), torch.
 x, one = torch.randn(rows, 768), torch.randn(1, 768)
 with torch.no_grad():
     want = module.double()(x.double())
-    module.float()
+    module.float().to(device)  # where it is served: otherwise a copy is
 with tf.serve(module, port=0, name="mlp", rows="all_but_last") as server, tf.connect(server.address) as client:
     y = client.compute("mlp", x)
     print(f"torch module on {device} behind a server|error {float((y.double() - want).abs().max()):.1e}")
