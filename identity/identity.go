@@ -101,10 +101,10 @@ func OthersRead(path string) bool {
 	return err == nil && runtime.GOOS != "windows" && i.Mode()&0o004 != 0
 }
 
-// Watch returns a function that returns what parse makes of a file, again when it has changed, as
-// a Server does with its own files. While that fails, the previous value stays in force, and log
-// has a line. parse gets the text of the file.
-func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, error)) (func() T, error) {
+// Watch returns a function, now, that returns what parse makes of a file, again when it has
+// changed, as a Server does with its own files; reread makes it look now, as Reread does. While that
+// fails, the previous value stays in force, and log has a line. parse gets the text of the file.
+func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, error)) (now func() T, reread func(), err error) {
 	w := watch(func() (value T, err error) {
 		b, err := readFile(path)
 		if err != nil {
@@ -115,8 +115,9 @@ func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, err
 		}
 		return value, err
 	}, path)
-	_, err := w.get()
-	return func() T { return current(&Server{log: log}, w) }, err
+	_, err = w.get()
+	s := &Server{log: log}
+	return func() T { return current(s, w) }, func() { current(s, w.again()) }, err
 }
 
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a

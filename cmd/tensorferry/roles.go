@@ -81,6 +81,7 @@ func matches(all []*glob.Glob, name string) bool {
 // roles decide what principals may do. Safe for concurrent use.
 type roles struct {
 	now     func() map[string]*role // by principal
+	reread  func()
 	stored  store.Store
 	tallies map[string]*tally // stay when the file is read again, which is one at a time
 }
@@ -88,7 +89,7 @@ type roles struct {
 // readRoles reads a file with a line per principal, and again when it has changed.
 func readRoles(path string, log *slog.Logger) (r *roles, err error) {
 	r = &roles{tallies: make(map[string]*tally)}
-	r.now, err = identity.Watch(path, log, func(text string) (map[string]*role, error) {
+	r.now, r.reread, err = identity.Watch(path, log, func(text string) (map[string]*role, error) {
 		all, err := r.parse(text)
 		if err == nil {
 			log.Info("roles were read", slog.String("file", path), slog.Int("principals", len(all)))

@@ -311,9 +311,12 @@ func serve(ctx context.Context, c serveConfig, ready io.Writer) (err error) {
 	}
 	if !hasTerminal() {
 		onHangup.Store(new(func() {
-			log.Info("hangup: certificates, keys and tokens are read again")
+			log.Info("hangup: certificates, keys, tokens and roles are read again")
 			if id != nil {
 				id.Reread()
+			}
+			if may != nil {
+				may.reread()
 			}
 		}))
 	}

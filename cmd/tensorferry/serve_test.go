@@ -179,10 +179,14 @@ func TestAServerWithoutATerminalRereadsItsFilesWhenItIsHungUp(t *testing.T) {
 		require.NoError(t, os.WriteFile(file("tokens"), []byte(text), 0o600))
 	}
 	write("alice " + strings.Repeat("x", 32))
-	o := operate(t, "--tls-cert", file(identity.ServerFile), "--tls-key", file(identity.ServerKeyFile), "--token-file", file("tokens"))
+	roles := func(text string) { require.NoError(t, os.WriteFile(file("roles"), []byte(text), 0o600)) }
+	roles("alice pull")
+	o := operate(t, "--tls-cert", file(identity.ServerFile), "--tls-key", file(identity.ServerKeyFile), "--token-file", file("tokens"), "--roles", file("roles"))
 	write("alice " + strings.Repeat("y", 32))
+	roles("alice pull\nbob pull")
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGHUP))
 	o.says(`msg="tokens were read again"`)
+	o.says(`msg="roles were read" .*principals=2`)
 	write("too short")
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGHUP))
 	o.says(`the previous ones stay in force.*a token has`)
