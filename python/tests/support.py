@@ -22,6 +22,7 @@ try:
 except ImportError:  # not installed: from the working tree
     sys.path.insert(0, str(ROOT / "python" / "src"))
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has those it starts in the background ignore it
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU computes other last bits than what the tests compare with
 try:
     import numpy
