@@ -131,16 +131,8 @@ func (o *pullOptions) pull(c *cobra.Command, names []string) error {
 		}
 		selections = selectionsOf(list)
 	}
-	got, err = interruptible(waiting, func() ([]client.Summary, error) {
-		for some := range slices.Chunk(selections, selectionsAtATime) {
-			summaries, err := pullTo(ctx, cl, some, writer)
-			if err != nil {
-				return nil, err
-			}
-			got = append(got, summaries...)
-		}
-		return got, nil
-	})
+	summaries, err := interruptible(waiting, func() ([]client.Summary, error) { return pullTo(ctx, cl, selections, writer) })
+	got = append(got, summaries...)
 	if err == nil {
 		err = out.commit()
 	}
@@ -220,6 +212,9 @@ func leftOut(ctx context.Context, cl *client.Client, names []string, list []clie
 
 // pullTo pulls selections into the writers that to returns, until one fails.
 func pullTo(ctx context.Context, cl *client.Client, selections []client.Selection, to func(string, tensor.Desc) (io.Writer, error)) ([]client.Summary, error) {
+	if len(selections) == 0 {
+		return nil, nil
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	return cl.Pull(ctx, client.PullRequest{Select: selections, To: func(name string, d tensor.Desc) (client.Sink, error) {
