@@ -2,7 +2,6 @@ package main
 
 import (
 	"bytes"
-	"context"
 	"io"
 	"log/slog"
 	"os"
@@ -77,14 +76,14 @@ func (w *logWriter) write(to io.Writer, tell func(dropped int64)) {
 
 // end writes the lines that wait, if they can be written soon.
 func (w *logWriter) end() {
-	late, cancel := context.WithTimeout(context.Background(), lastWords)
-	defer cancel()
+	late := time.After(lastWords)
 	select {
 	case w.lines <- nil:
-	case <-late.Done():
+	case <-late:
+		return
 	}
 	select {
 	case <-w.ended:
-	case <-late.Done():
+	case <-late:
 	}
 }

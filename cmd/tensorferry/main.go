@@ -186,11 +186,8 @@ func obey(signals <-chan os.Signal, stop func()) {
 // hasTerminal reports whether a terminal controls this process.
 func hasTerminal() bool {
 	f, err := os.OpenFile("/dev/tty", os.O_RDWR, 0)
-	if err != nil {
-		return false
-	}
-	_ = f.Close()
-	return true
+	_ = f.Close() // of none is an error
+	return err == nil
 }
 
 // version ends in -dev between releases.
