@@ -101,7 +101,5 @@ func TestThisProcessHasMemoryAndDescriptors(t *testing.T) {
 	require.NoError(t, err)
 	require.Greater(t, r.Own, int64(1<<20))
 	require.GreaterOrEqual(t, r.Peak, r.Own)
-	n, err := Descriptors()
-	require.NoError(t, err)
-	require.Positive(t, n)
+	require.Positive(t, MostDescriptors())
 }

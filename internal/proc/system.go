@@ -1,10 +1,8 @@
 package proc
 
 import (
-	"bytes"
 	"fmt"
 	"math"
-	"os"
 	"strings"
 
 	"github.com/prometheus/procfs"
@@ -25,18 +23,6 @@ func ResidentOf(pid int) (Resident, error) {
 	}
 	s, err := p.NewStatus()
 	return Resident{int64(s.RssAnon + s.RssShmem), int64(s.RssFile), int64(s.VmHWM)}, err
-}
-
-// Deleted returns how many mapped files of a process are gone whose names end so.
-func Deleted(pid int, suffix string) (int, error) {
-	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
-	return bytes.Count(maps, []byte(suffix+" (deleted)\n")), err
-}
-
-// Descriptors returns how many are open in this process.
-func Descriptors() (int, error) {
-	list, err := os.ReadDir("/proc/self/fd")
-	return len(list), err
 }
 
 // MostDescriptors returns how many this process may have. Go has raised its limit to the hard one.
