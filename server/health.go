@@ -57,11 +57,12 @@ func (s *Server) watchStore(done <-chan struct{}) {
 	defer every.Stop()
 	for {
 		ctx, cancel := context.WithTimeout(context.Background(), storeLook)
-		is, available := serving.NotServing, s.storing.Available(ctx)
-		cancel()
-		if s.available.Store(available); available {
-			is = serving.Serving
+		is, available := serving.NotServing, int64(0)
+		if s.storing.Available(ctx) {
+			is, available = serving.Serving, 1
 		}
+		cancel()
+		s.available.Store(available)
 		s.health.SetServingStatus(storeHealth, statuses[is])
 		select {
 		case <-every.C:

@@ -140,7 +140,7 @@ type Server struct {
 	models    *Models
 	endpoints []*endpoint // the first serves the listeners given to Serve
 	health    healthService
-	available atomic.Bool // there is a store, and it can be used
+	available atomic.Int64 // 1 if there is a store, and it can be used
 	started   time.Time
 	forget    func() // unregisters the metrics
 

@@ -45,8 +45,8 @@ type Values struct {
 	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
 	HeapLimit                                 int64             // bytes
 	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
-	StoreAvailable                            bool
-	StoreEvicted, StoreDamaged                int64 // tensors
+	StoreAvailable                            int64             // 1 if the store can be used
+	StoreEvicted, StoreDamaged                int64             // tensors
 	RunsAbandoned, Panics                     int64
 	ModelGauges                               map[Gauge]float64
 }
@@ -87,12 +87,7 @@ var plain = []struct {
 	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},
 	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
 	{"store_limit_bytes", "What they may take, or what their disk has room for; the largest number if that is not known.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
-	{"store_available", "1 if the store can be used.", prometheus.GaugeValue, func(v *Values) int64 {
-		if v.StoreAvailable {
-			return 1
-		}
-		return 0
-	}},
+	{"store_available", "1 if the store can be used.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreAvailable }},
 	{"store_evicted_total", "Tensors evicted from the store to make room for others.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreEvicted }},
 	{"store_damaged_total", "Tensors that a client pulled whole and found damaged: their digest was not the store's.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreDamaged }},
 	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
