@@ -24,7 +24,8 @@ import (
 
 // ListModels names the models that the client may know.
 func (s *Server) ListModels(ctx context.Context, _ *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {
-	return &pb.ListModelsResponse{Models: each(s.shown(ctx), func(i engine.Info) *pb.Model {
+	known := slices.DeleteFunc(s.cfg.Models.Infos(), func(i engine.Info) bool { return s.hides(ctx, i.Name) })
+	return &pb.ListModelsResponse{Models: each(known, func(i engine.Info) *pb.Model {
 		return &pb.Model{
 			Name: i.Name, Version: i.Version, Device: i.Device, Rows: int32(i.Rows),
 			Inputs: each(i.Inputs, port), Outputs: each(i.Outputs, port), About: i.About, Idempotent: i.Idempotent,
@@ -33,11 +34,6 @@ func (s *Server) ListModels(ctx context.Context, _ *pb.ListModelsRequest) (*pb.L
 			}),
 		}
 	})}, nil
-}
-
-// shown describes the models that the sender of ctx's RPC may know.
-func (s *Server) shown(ctx context.Context) []engine.Info {
-	return slices.DeleteFunc(s.cfg.Models.Infos(), func(i engine.Info) bool { return s.hides(ctx, i.Name) })
 }
 
 func port(p engine.Port) *pb.Port {
