@@ -16,7 +16,8 @@ import (
 // Verb is what a client is about to do.
 type Verb string
 
-// The verbs. Names of tensors are never globs: a selection is asked about as what it picks.
+// The verbs. A glob of tensors is asked about as what it picks, and before that, as if it were a
+// name, lest a refusal tell that it picks something.
 const (
 	VerbEnter    Verb = "enter"    // send any RPC; asked every 5 s while it is open, too
 	VerbDescribe Verb = "describe" // show a model, in lists and by its health
@@ -115,8 +116,12 @@ func (r *restricted) Open(ctx context.Context, name string) (store.Reader, error
 	return r.Store.Open(ctx, name)
 }
 
-// List lists whole pages, however few names of them may be seen.
+// List lists whole pages, however few names of them may be seen. For none it is told whether the
+// store can be used.
 func (r *restricted) List(ctx context.Context, glob, after string, most int) (all []store.Info, err error) {
+	if most == 0 {
+		return r.Store.List(ctx, glob, after, 0)
+	}
 	for n := max(most, listPage); len(all) < most; {
 		page, err := r.Store.List(ctx, glob, after, n)
 		if err != nil {

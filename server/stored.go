@@ -1,6 +1,7 @@
 package server
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -64,6 +65,9 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 		if err := store.CheckName(glob); err != nil {
 			return nil, frame.Errorf(frame.InvalidArgument, "glob: %v", err)
 		}
+	}
+	if err := s.may(ctx, VerbList, cmp.Or(req.GetGlob(), "**"), 0); err != nil && !errors.Is(err, store.ErrNotFound) {
+		return nil, s.storing.Explain(err)
 	}
 	most := listPage
 	if n := req.GetPageSize(); n > 0 && n < listPage {

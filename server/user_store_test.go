@@ -360,7 +360,9 @@ func TestTheHealthOfAStoreFollowsWhetherItCanBeUsed(t *testing.T) {
 	folder, err := store.OpenFolder(dir, store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, folder.Close()) })
-	f := serve(t, func(c *server.Config) { c.Store = folder })
+	f := serve(t, func(c *server.Config) {
+		c.Store, c.Authorize = folder, func(context.Context, server.Action) error { return nil }
+	})
 	health := healthpb.NewHealthClient(f.dial(t))
 	is := func(want healthpb.HealthCheckResponse_ServingStatus) bool {
 		r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "store"})

@@ -292,8 +292,10 @@ func TestALineIsTheBoundOfEveryWayIn(t *testing.T) {
 		_, sources, err := g.dial("carol").List(ctx, "")
 		require.NoError(t, err)
 		require.Equal(t, []string{"gen"}, sources)
-		_, _, err = g.dial("dave").List(ctx, "")
-		told(t, err, codes.PermissionDenied, `do not let "dave" pull`)
+		for _, ask := range []*pb.ListTensorsRequest{{}, {Glob: "bob/*"}, {Glob: "none/*"}, {PageToken: "zzz"}} { // whatever there is
+			_, err = pb.NewTensorServiceClient(g.as("dave", g.native)).ListTensors(ctx, ask)
+			told(t, err, codes.PermissionDenied, `do not let "dave" pull`)
+		}
 	})
 	t.Run("delete", func(t *testing.T) {
 		_, hidden := alice.Delete(ctx, "bob/x")
