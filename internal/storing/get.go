@@ -100,8 +100,10 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	case stream.EventFailed:
 		if _, open := g.sizes[e.Tensor]; open {
 			g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
-		} else if e.Code == frame.DataLoss {
-			g.damaged(e)
+		} else if e.Code == frame.DataLoss { // it was sent whole
+			g.service.damages.Add(1)
+			g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
+			g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 		}
 	case stream.EventSummed:
 		delete(g.lost, e.Tensor)
@@ -115,14 +117,6 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		g.closed(e)
 		close(g.gone)
 	}
-}
-
-// damaged records that the client found a tensor damaged that was sent whole; the session is
-// locked.
-func (g *get) damaged(e stream.Event) {
-	g.service.damages.Add(1)
-	g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
-	g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 }
 
 // run serves the get.
