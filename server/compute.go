@@ -99,15 +99,18 @@ func (h *small) take(bytes int64) error {
 	return h.takeMemory(inbound.HeapShare * bytes)
 }
 
-// takeMemory is take for bytes that do not lie in Go's heap.
+// takeMemory is take for bytes that do not lie in Go's heap. As much again, up to smallSpare, stays
+// free, for smaller ones.
 func (h *small) takeMemory(n int64) error {
-	if h.budget.TryAcquire(h.holder, n) {
+	spare := min(n, smallSpare)
+	if h.budget.TryAcquire(h.holder, n+spare) {
+		h.budget.Release(h.holder, spare)
 		h.bytes += n
 		return nil
 	}
 	_, _, limit := h.budget.Used()
 	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
-	if n > limit/2 { // and never will be
+	if n+spare > limit/2 { // and never will be
 		why.RetryMillis = 0
 		return why
 	}

@@ -29,6 +29,8 @@ const (
 	// requestFree is the size up to which a request, or an output, is not charged to a budget:
 	// 8 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10
+	// smallSpare bytes of what small calls may have are left by what is larger: for eight of 30 KB.
+	smallSpare = 1 << 20
 	// requestParts is how many names, ranges, parameters and the like a request may have
 	// that is not part of a session or a push: 2 MB in memory. A pull that holds more
 	// ranges must be split in two.

@@ -525,6 +525,11 @@ func TestAForeignHandlerIsChargedForWhatItMakesUntilItsRPCEnds(t *testing.T) {
 			assert.NoError(t, models.Hold(ctx, 64*mib))
 			return models.Hold(ctx, 65*mib)
 		}, codes.ResourceExhausted},
+		"leaves some to small calls of others": {func(ctx context.Context) error {
+			for models.Hold(ctx, mib) == nil { // until there is no more
+			}
+			return compute(models.Context(), "seen", make([]byte, 30_000))
+		}, codes.OK},
 		"panics": {func(ctx context.Context) error {
 			assert.NoError(t, models.Hold(ctx, mib))
 			panic("oh")
