@@ -7,6 +7,7 @@ package guard
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"sync"
@@ -22,6 +23,9 @@ import (
 
 // every is the interval at which open RPCs are checked again.
 const every = 5 * time.Second
+
+// errRenamed ends the RPC of a caller who has another name now, and with it other rights.
+var errRenamed = errors.New("your credentials are those of another principal now; send the RPC again")
 
 // reasons is how many reasons to refuse RPCs are counted, and logged, each by itself.
 const reasons = 64
@@ -142,7 +146,11 @@ func (g *Guard) Watch(done <-chan struct{}) {
 			return
 		}
 		for c, end := range g.open.Range {
-			if _, err := g.ask(c.(*Caller)); err != nil {
+			name, err := g.ask(c.(*Caller))
+			if err == nil && name != c.(*Caller).name {
+				err = errRenamed
+			}
+			if err != nil {
 				end.(func(error))(err) // a no-op on an RPC that has ended meanwhile
 			}
 		}

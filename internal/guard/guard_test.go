@@ -9,6 +9,7 @@ import (
 	"maps"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -74,6 +75,29 @@ func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 		require.Len(t, lost(), 1, "carol's RPC had ended")
 		require.EqualValues(t, 2, g.Refused())
 		close(done)
+	})
+}
+
+func TestWhoIsSomebodyElseNowLosesItsRPCs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var name atomic.Value
+		name.Store("alice")
+		g := New(func(credentials.AuthInfo, []string) (string, error) { return name.Load().(string), nil }, slog.New(slog.DiscardHandler))
+		c, err := g.Ask(t.Context(), nil)
+		require.NoError(t, err)
+		ended := make(chan error, 1)
+		g.Remember(c, func(why error) { ended <- why })
+		done := make(chan struct{})
+		defer close(done)
+		go g.Watch(done)
+		time.Sleep(every + time.Second)
+		synctest.Wait()
+		require.Empty(t, ended)
+		name.Store("intern")
+		time.Sleep(every)
+		synctest.Wait()
+		require.Len(t, ended, 1)
+		require.ErrorIs(t, <-ended, errRenamed)
 	})
 }
 
