@@ -16,6 +16,8 @@ const (
 	pendingBytes = 512 << 10
 	// retainedEvents is the capacity up to which the empty queue of events is kept.
 	retainedEvents = 32
+	// openingBytes is the largest chunk in the frame that opens its call, which must not come late.
+	openingBytes = 32 << 10
 	// laneRetain is how many chunks a sender with lanes wants to have acknowledged
 	// together. When a lane breaks, at most that many are sent again, in addition to those
 	// in flight.

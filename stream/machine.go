@@ -130,8 +130,8 @@ func (m *Machine) FailTensor(id tensor.ID, code frame.Code, text string) {
 // PeerWaits records that the peer has said in another way that it waits.
 func (m *Machine) PeerWaits(now Instant) { m.alive = now }
 
-// Waits (client) makes the machine tell the peer that this side is alive and waiting: for
-// its own input, or for the consumer of its output.
+// Waits makes the machine tell the peer that this side is alive and waiting: for its own
+// input, for the consumer of its output, or (server) for a frame that comes slowly.
 func (m *Machine) Waits() { m.waits = true }
 
 // Drain announces that this side opens and accepts nothing new.

@@ -9,6 +9,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/internal/recent"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Pending reports whether Next has something to send now.
@@ -61,7 +62,9 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		p.Bytes += len(x.Message) + 64
 		m.waiting -= len(x.Message)
 	}
-	if p.Room(0) { // otherwise the parts and a chunk might exceed a frame
+	// Otherwise the parts and a chunk might exceed a frame, or what opens a call come late.
+	long := func(d frame.Desc) bool { return min(d.SizeBytes, uint64(d.ChunkBytes)) > openingBytes }
+	if p.Room(0) && (len(f.Calls) == 0 || !slices.ContainsFunc(f.Descs, long)) {
 		var t *out
 		if t, held = m.out.next(now, &f.Chunk, 0); t != nil {
 			m.calls.advance(t.call)
@@ -160,7 +163,7 @@ func (m *Machine) expire(now Instant, k *call) {
 	}
 	for _, t := range k.ins {
 		if long := m.silent(now, t.last); long != "" && !t.Dead && t.Asm.Held() < t.Limit {
-			m.fail(&t.Desc, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %s although credit is unused", t.Desc.Tensor, long))
+			m.fail(&t.Desc, k, frame.Errorf(frame.DeadlineExceeded, "tensor %s: no chunk for %s although credit is unused; send at least %d bytes a second", t.Desc.Tensor, long, terms.LeastRate))
 		}
 	}
 	if !m.cfg.Server {

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // A put and a get are calls in which each tensor ends by itself, with a Summary, and leaves
@@ -212,12 +213,12 @@ func (m *Machine) lose(t *out, why *frame.Error) {
 }
 
 // Unread returns how long the peer has not read what was sent since, if that is too long:
-// most, or as long as it may say that it waits if nothing else can be heard of it.
+// most, or as long as it may say that it waits, which a server does while a frame comes slowly.
 func (m *Machine) Unread(now, since, most Instant) string {
 	switch long := m.silent(now, since); {
 	case m.cfg.OneWay && long != "":
 		return long + "; pull again, and keep reading"
-	case !m.cfg.OneWay && now-since > most:
+	case !m.cfg.OneWay && now-since > most && (m.cfg.Server || now-m.alive > most):
 		return fmt.Sprintf("%v s", float64(most)/float64(second))
 	}
 	return ""
@@ -303,11 +304,11 @@ func (m *Machine) expireStored(now Instant, k *call) {
 	switch long := m.silent(now, k.last); {
 	case !k.owes(m.cfg.Server):
 		k.last = now
-	case !m.cfg.Server && now >= k.last+cmp.Or(k.patient, m.cfg.Limits.ChunkIdle):
+	case !m.cfg.Server && now >= min(max(k.last, m.alive), k.last+terms.SlowChunk)+cmp.Or(k.patient, m.cfg.Limits.ChunkIdle):
 		m.calls.giveUp(k, frame.DeadlineExceeded, "the server made no progress")
 	case !m.cfg.Server || long == "":
 	case k.part.Put != nil:
-		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("no chunk arrived for %s; push again", long))
+		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("no chunk arrived for %s; push again, at least %d bytes a second", long, terms.LeastRate))
 	default:
 		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("the client has not read for %s; pull again, and keep reading", long))
 	}

@@ -33,6 +33,14 @@ const HeldCalls = 4
 // longer; a busy machine or a line of 1 Mbit/s does not.
 const laneStall = 5 * Second
 
+// LeastRate is how many bytes a second a peer must send for them to count as a sign of life while
+// no chunk is whole, as a line of 9.6 kbit/s does, and SlowChunk how long a client believes a
+// server that says that one comes: the largest.
+const (
+	LeastRate = 1 * kib
+	SlowChunk = frame.ChunkBytesCeiling / LeastRate * Second
+)
+
 // Instant is a time in nanoseconds since a fixed point that the caller chooses.
 type Instant int64
 

@@ -50,6 +50,9 @@ func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
 // Excuse makes what is unread on the connection count as sent just now.
 func (r *Frames) Excuse() { r.one.unread.Excuse() }
 
+// Comes reports whether so many bytes a second come, and nobody waits for memory of theirs.
+func (r *Frames) Comes(rate float64, over time.Duration) bool { return r.received.Comes(rate, over) }
+
 // Send sends a copy of a frame, once there is memory for its payload. The caller hands over
 // held.
 func (r *Frames) Send(f *frame.Frame, held interface{ Release() }) error {

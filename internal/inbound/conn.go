@@ -101,6 +101,15 @@ type RPC struct {
 	over     bool  // gRPC takes nothing more for it
 	holds    int64 // charged for what its handler keeps
 	kept     int64 // what the handler has left when it returned, until the RPC is over
+
+	sent           int64  // bytes of its data frames
+	earlier, later sample // of sent, when Comes was called
+}
+
+// sample is how many bytes had come at a time.
+type sample struct {
+	at    time.Time
+	bytes int64
 }
 
 // batch is messages that are uncharged with the last of them.
@@ -453,6 +462,7 @@ func (r *RPC) charge(bytes int, coming int64, ended int) (taken bool, err error)
 		m.mu.Unlock()
 		return false, nil
 	}
+	r.sent += int64(bytes)
 	cost, ahead, rest := frameCost(bytes), min(coming, m.own), int64(0)
 	large := coming > 0 && r.length() > m.own
 	if large || r.large {
@@ -641,6 +651,20 @@ func (r *RPC) Next() {
 
 // Consumed says that the handler does without the message that it has.
 func (r *RPC) Consumed() { r.locked((*RPC).consume) }
+
+// Comes reports whether the peer sends at least rate bytes a second for the RPC, on average of
+// the time over, or of half of it, and nobody waits for memory. It must be called often in that time.
+func (r *RPC) Comes(rate float64, over time.Duration) (comes bool) {
+	r.locked(func(r *RPC) {
+		now := sample{time.Now(), r.sent}
+		if now.at.Sub(r.later.at) >= over/2 {
+			r.earlier, r.later = r.later, now
+		}
+		n, took := now.bytes-r.earlier.bytes, now.at.Sub(r.earlier.at)
+		comes = n > 0 && float64(n) >= rate*took.Seconds() && len(r.c.m.waiting) == 0
+	})
+	return comes
+}
 
 // Holds returns what the message that the handler has is charged.
 func (r *RPC) Holds() (bytes int64) {

@@ -919,3 +919,57 @@ func peerScript(rnd *rand.Rand, kindOf map[uint32]int) (s sending) {
 	}
 	return s
 }
+
+func TestBytesComeOnlyAtTheirRateAndWhileNobodyWaits(t *testing.T) {
+	for name, tc := range map[string]struct {
+		second int64 // bytes that come in each
+		wait   bool
+		comes  bool
+	}{
+		"at the rate": {1 << 10, false, true}, "slower": {1 << 9, false, false}, "not": {0, false, false}, "another waiting": {1 << 20, true, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				m := NewMemory(0, mib)
+				r := m.charging()
+				look := func() bool { // every 8 s as many bytes as in that time
+					time.Sleep(time.Second)
+					if time.Now().Unix()%8 == 0 {
+						r.sent += 8 * tc.second
+					}
+					return r.Comes(1<<10, 30*time.Second)
+				}
+				time.Sleep(time.Hour) // nobody looked
+				for range 32 {
+					look()
+				}
+				full := m.fill(m.limit)
+				if tc.wait {
+					go func() { _, _ = m.charging().charge(wire.FrameBytes, mib, 0) }()
+					synctest.Wait()
+				}
+				came := 0
+				for range 4 { // before the one that waits is ended
+					for range 4 {
+						if look() {
+							came++
+						}
+					}
+					if tc.wait {
+						break
+					}
+				}
+				if (came > 0) != tc.comes {
+					t.Errorf("bytes came in %d of the looks", came)
+				}
+				m.mu.Lock()
+				m.add(full, -full.charged)
+				m.mu.Unlock()
+				synctest.Wait()
+			})
+		})
+	}
+	if (*RPC)(nil).Comes(0, 0) {
+		t.Error("nothing comes for no RPC")
+	}
+}

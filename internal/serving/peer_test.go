@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -31,10 +32,11 @@ func newLink(t testing.TB) *link {
 }
 
 // Opened is of a Conn, as all below.
-func (*link) Opened()         {}
-func (*link) Take(int64) bool { return true }
-func (*link) Excuse()         {}
-func (*link) Free()           {}
+func (*link) Opened()                           {}
+func (*link) Take(int64) bool                   { return true }
+func (*link) Excuse()                           {}
+func (*link) Comes(float64, time.Duration) bool { return false }
+func (*link) Free()                             {}
 
 func (l *link) Send(f *frame.Frame, held interface{ Release() }) error {
 	if held != nil {

@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Session is the server's side of one session: it turns the session's events into calls.
@@ -42,6 +43,9 @@ type Conn interface {
 	// Take reports whether there is memory to retain so many bytes, in total, of what the
 	// peer has said about calls.
 	Take(bytes int64) bool
+	// Comes reports whether the peer sends at least rate bytes a second, on average of about the
+	// time over, and nobody waits for memory that they take. It is safe for concurrent use.
+	Comes(rate float64, over time.Duration) bool
 	// Excuse makes what the peer has not read count as sent just now. It is safe for
 	// concurrent use.
 	Excuse()
@@ -121,6 +125,9 @@ func (s *Session) AddLane(l session.Lane) {
 // conn has, which may be after the caller of Serve has returned.
 func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	s.conn, s.Values = conn, context.WithoutCancel(ctx)
+	s.Comes = func() bool {
+		return conn.Comes(terms.LeastRate, time.Duration(s.core.Session.ChunkIdle)) && !s.core.Budget.Waited()
+	}
 	lost := s.Carry(conn)
 	defer func() { // also when this function panics
 		s.Stop(errors.New("serving: panic"))

@@ -49,6 +49,10 @@ var ErrPeerClosed = errors.New("session: closed by the peer")
 
 // Session is one side of a session. Do and Stop are safe for concurrent use.
 type Session struct {
+	// Comes, if not nil, reports whether the peer sends, if slowly: a sign of life, though no
+	// frame is whole yet. It is set before Carry, and called with the session locked.
+	Comes func() bool
+
 	handler Handler
 	start   time.Time
 
@@ -59,6 +63,7 @@ type Session struct {
 	next  stream.Instant // when timer fires; 0: it does not; guarded by mu
 	over  bool           // no goroutine is started, the timer stays still; guarded by mu
 	ended bool           // the peer has sent its last frame; guarded by mu
+	heard bool           // a frame has come since the last tick; guarded by mu
 	// writing: a writer has been started and has not yet found nothing to send. Then it
 	// waits for wake, or ends if no call is open: an idle session does without its stack.
 	// Both guarded by mu.
@@ -250,6 +255,12 @@ func (s *Session) tick() {
 	s.mu.Lock()
 	now := s.now()
 	s.next = 0
+	if s.Comes != nil && s.Comes() {
+		if s.m.PeerWaits(now); !s.heard {
+			s.m.Waits() // the peer hears nothing else about a frame that takes long
+		}
+	}
+	s.heard = false
 	err := s.m.Tick(now)
 	s.dispatch(now)
 	due := s.due()
@@ -351,6 +362,7 @@ func (s *Session) endOfInput() {
 func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 	s.mu.Lock()
 	now := s.now()
+	s.heard = true
 	err := s.m.Control(now, f)
 	s.dispatch(now)
 	place := false

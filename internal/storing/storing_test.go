@@ -131,10 +131,11 @@ func (l *link) Recv() (*frame.Frame, error) {
 	}
 }
 
-func (*link) Free()           {}
-func (*link) Opened()         {}
-func (*link) Excuse()         {}
-func (*link) Take(int64) bool { return true }
+func (*link) Free()                             {}
+func (*link) Opened()                           {}
+func (*link) Excuse()                           {}
+func (*link) Comes(float64, time.Duration) bool { return false }
+func (*link) Take(int64) bool                   { return true }
 
 func hello() *frame.Hello {
 	return &frame.Hello{Version: frame.Version, Session: tensor.NewID(), MaxChunkBytes: 64 << 10, Checksum: uint8(codec.CRC32C)}
