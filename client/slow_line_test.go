@@ -13,23 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// slowConn takes rate bytes a second.
-type slowConn struct {
-	net.Conn
-	rate int
-}
-
-// Write writes a little at a time.
-func (c slowConn) Write(b []byte) (n int, err error) {
-	for n < len(b) && err == nil {
-		var m int
-		m, err = c.Conn.Write(b[n:min(len(b), n+256)])
-		n += m
-		time.Sleep(time.Duration(m) * time.Second / time.Duration(c.rate))
-	}
-	return n, err
-}
-
 // A chunk takes longer than any timeout of either side; the bytes of it are a sign of life.
 func TestASlowLineIsServedToTheEnd(t *testing.T) {
 	testkit.Start(t)
@@ -59,7 +42,7 @@ func TestASlowLineIsServedToTheEnd(t *testing.T) {
 				f := startServer(t, "tcp", client.Config{}, func(c *serverConfig) { c.Session.AllowanceBytes = tc.least })
 				c, err := client.Dial(f.addr, client.Config{}.Dialling(func(ctx context.Context, network, address string) (net.Conn, error) {
 					c, err := n.Dial(ctx, network, address)
-					return slowConn{c, tc.rate}, err
+					return testkit.SlowConn{Conn: c, Rate: tc.rate}, err
 				}))
 				require.NoError(t, err)
 				defer func() { require.NoError(t, c.Close()) }()

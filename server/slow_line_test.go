@@ -4,7 +4,6 @@ import (
 	"context"
 	"net"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
@@ -16,23 +15,6 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
 )
-
-// slowConn takes rate bytes a second.
-type slowConn struct {
-	net.Conn
-	rate int
-}
-
-// Write writes a little at a time.
-func (c slowConn) Write(b []byte) (n int, err error) {
-	for n < len(b) && err == nil {
-		var m int
-		m, err = c.Conn.Write(b[n:min(len(b), n+256)])
-		n += m
-		time.Sleep(time.Duration(m) * time.Second / time.Duration(c.rate))
-	}
-	return n, err
-}
 
 // A push without a session, whose one chunk takes longer than a chunk may.
 func TestATricklingPushHoldsMemoryOnlyWhileNobodyWaitsForIt(t *testing.T) {
@@ -52,7 +34,7 @@ func TestATricklingPushHoldsMemoryOnlyWhileNobodyWaitsForIt(t *testing.T) {
 				f := serve(t, func(c *server.Config) { c.Store = m })
 				dialer := grpc.WithContextDialer(func(ctx context.Context, addr string) (net.Conn, error) {
 					c, err := connect(ctx, addr)
-					return slowConn{c, tc.rate}, err
+					return testkit.SlowConn{Conn: c, Rate: tc.rate}, err
 				})
 				conn, err := grpc.NewClient(f.addr, dialer, grpc.WithTransportCredentials(insecure.NewCredentials()))
 				require.NoError(t, err)

@@ -118,3 +118,20 @@ func Dial(ctx context.Context, addr string) (net.Conn, error) {
 	}
 	return new(net.Dialer).DialContext(ctx, "tcp", addr)
 }
+
+// SlowConn is a connection that takes Rate bytes a second, in a bubble.
+type SlowConn struct {
+	net.Conn
+	Rate int
+}
+
+// Write writes a little at a time.
+func (c SlowConn) Write(b []byte) (n int, err error) {
+	for n < len(b) && err == nil {
+		var m int
+		m, err = c.Conn.Write(b[n:min(len(b), n+256)])
+		n += m
+		time.Sleep(time.Duration(m) * time.Second / time.Duration(c.Rate))
+	}
+	return n, err
+}
