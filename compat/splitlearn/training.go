@@ -127,8 +127,9 @@ func (t *training) forward(ctx context.Context, model, id string, in []server.Te
 	return out, err
 }
 
-// enter adds a pass whose name is free, instead of the oldest of the connection that has most if
-// there are too many. It returns what its model is to release.
+// enter adds a pass whose name is free, instead of the oldest if there are too many: of the client
+// that has most, who may have many connections, and of its connection that has most. It returns what
+// its model is to release.
 func (t *training) enter(p *pass) (release string, free bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -136,19 +137,26 @@ func (t *training) enter(p *pass) (release string, free bool) {
 	if slices.ContainsFunc(t.passes, func(q *pass) bool { return q.name == p.name }) {
 		return "", false
 	}
-	if len(t.passes) >= passes {
-		of, most := map[context.Context]int{p.from: 1}, 1
-		for _, q := range t.passes {
-			of[q.from]++
-			most = max(most, of[q.from])
-		}
-		t.drop(slices.IndexFunc(t.passes, func(q *pass) bool { return of[q.from] == most }))
-	}
 	t.passes = append(t.passes, p)
+	if len(t.passes) > passes {
+		of := heaviest(t.passes, func(q *pass) string { return q.name[:strings.IndexByte(q.name, 0)] })
+		of = heaviest(of, func(q *pass) context.Context { return q.from })
+		t.drop(slices.Index(t.passes, of[0]))
+	}
 	graphs := t.gone[p.model]
 	n := min(len(graphs), passes) // a param has room for
 	t.gone[p.model] = graphs[n:]
 	return strings.Join(graphs[:n], ","), true
+}
+
+// heaviest returns the passes of those who have most of them.
+func heaviest[T comparable](all []*pass, owner func(*pass) T) []*pass {
+	of, most := make(map[T]int), 0
+	for _, p := range all {
+		of[owner(p)]++
+		most = max(most, of[owner(p)])
+	}
+	return slices.DeleteFunc(slices.Clone(all), func(p *pass) bool { return of[owner(p)] < most })
 }
 
 // sweep drops the passes that are too old, or whose connections have ended.

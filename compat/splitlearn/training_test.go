@@ -10,6 +10,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
@@ -342,6 +344,35 @@ func TestEachConnectionHasAShareOfTheHundred(t *testing.T) {
 	}
 	for n := 250; n < 300; n++ {
 		_, err := other.ComputeBackward(t.Context(), gradient(raw(1), fmt.Sprint("other", n), 1))
+		require.NoError(t, err, n)
+	}
+}
+
+func TestManyConnectionsOfAClientHaveTheShareOfOne(t *testing.T) {
+	testkit.Start(t)
+	f := serveModel(t, 256*mib, "trunk", func(c *server.Config) {
+		c.Identify = func(_ credentials.AuthInfo, authorization []string) (string, error) {
+			return strings.Join(authorization, ""), nil
+		}
+	})
+	k := f.addTrunk(t)
+	as := func(who string) context.Context {
+		return metadata.AppendToOutgoingContext(t.Context(), "authorization", who)
+	}
+	forward := func(c pb.ComputeServiceClient, who, id string) {
+		_, err := c.Compute(as(who), train(raw(1), id, 1))
+		require.NoError(t, err)
+	}
+	for n := range 40 {
+		forward(f, "alice", fmt.Sprint(n))
+	}
+	for n := range 80 {
+		other, _ := f.other(t)
+		forward(other, "mallory", fmt.Sprint(n))
+	}
+	k.see(func() { require.Len(t, k.graphs, 100) })
+	for n := range 40 {
+		_, err := f.ComputeBackward(as("alice"), gradient(raw(1), fmt.Sprint(n), 1))
 		require.NoError(t, err, n)
 	}
 }
