@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
@@ -292,6 +293,23 @@ func TestAuthorizeIsAskedAboutWhatIsDoneAndWhoCannotSeeANameCannotTell(t *testin
 	_, err = stub.GetServiceInfo(t.Context(), &pb.GetServiceInfoRequest{})
 	require.Equal(t, codes.PermissionDenied, status.Code(err))
 	require.ErrorContains(t, err, "only alice")
+}
+
+func TestAuthorizeIsAskedAboutEveryRPCOfWhomNobodyIdentifies(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) {
+		c.Authorize = func(_ context.Context, a server.Action) error {
+			if a.Verb == server.VerbEnter {
+				return errors.New("closed")
+			}
+			return nil
+		}
+	})
+	conn := f.dial(t)
+	_, err := pb.NewTensorServiceClient(conn).GetServiceInfo(t.Context(), &pb.GetServiceInfoRequest{})
+	require.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
+	_, err = healthpb.NewHealthClient(conn).Check(t.Context(), &healthpb.HealthCheckRequest{})
+	require.Equal(t, codes.PermissionDenied, status.Code(err), "%v", err)
 }
 
 // A page may hold few names, and most of those that there are may be hidden.

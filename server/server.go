@@ -168,7 +168,7 @@ func New(cfg Config) (*Server, error) {
 		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), forget: func() {},
 	}
 	s.health, s.guard = healthService{health.NewServer(), s}, guard.New(nil, cfg.Log)
-	if cfg.Identify != nil {
+	if cfg.Identify != nil || cfg.Authorize != nil {
 		s.guard = guard.New(s.identify, cfg.Log)
 	}
 	s.conns = conns.New(conns.Config{
