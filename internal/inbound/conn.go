@@ -299,7 +299,7 @@ func (c *Conn) Write(b []byte) (int, error) {
 			b = slices.Concat(b[:len(b)-len(rest)-headerBytes], rest[4:])
 			rest, c.skip = b[len(b)-len(rest)+4:], 0
 		}
-		if kind == typeData {
+		if kind == typeData && c.skip >= paysData {
 			pays += controlsOfData * controlPays
 		}
 	}

@@ -280,17 +280,19 @@ func TestFramesThatBringNothingArePaced(t *testing.T) {
 		id      uint32
 		written int // bytes
 		sent    int // data frames
+		size    int // bytes of one
 		opened  int // RPCs
 		want    time.Duration
 	}{
-		"window updates":               {8, 0, 0, 0, 0, 3 * time.Second},
-		"settings":                     {4, 0, 0, 0, 0, 3 * time.Second},
-		"pings":                        {6, 0, 0, 0, 0, 3 * time.Second},
-		"resets of what is not open":   {typeReset, 99, 0, 0, 0, 3 * time.Second},
-		"data for what is not open":    {typeData, 99, 0, 0, 0, 3 * time.Second},
-		"updates for what was written": {8, 0, controlPays * controlRate, 0, 0, 2 * time.Second},
-		"updates for small messages":   {8, 0, 0, controlRate / controlsOfData, 0, 2 * time.Second},
-		"updates for RPCs":             {8, 0, 0, 0, controlRate / controlsOfRPC, 2 * time.Second},
+		"window updates":               {8, 0, 0, 0, 0, 0, 3 * time.Second},
+		"settings":                     {4, 0, 0, 0, 0, 0, 3 * time.Second},
+		"pings":                        {6, 0, 0, 0, 0, 0, 3 * time.Second},
+		"resets of what is not open":   {typeReset, 99, 0, 0, 0, 0, 3 * time.Second},
+		"data for what is not open":    {typeData, 99, 0, 0, 0, 0, 3 * time.Second},
+		"updates for what was written": {8, 0, controlPays * controlRate, 0, 0, 0, 2 * time.Second},
+		"updates for small messages":   {8, 0, 0, controlRate / controlsOfData, paysData, 0, 2 * time.Second},
+		"updates for RPCs":             {8, 0, 0, 0, 0, controlRate / controlsOfRPC, 2 * time.Second},
+		"updates for a message that comes byte by byte": {8, 0, 0, controlRate / controlsOfData, paysData - 1, 0, 3 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -308,7 +310,7 @@ func TestFramesThatBringNothingArePaced(t *testing.T) {
 					t.Error(err)
 				}
 				for range c.sent {
-					if _, err := tr.Write(frame(typeData, 0, 1, make([]byte, 10))); err != nil {
+					if _, err := tr.Write(frame(typeData, 0, 1, make([]byte, c.size))); err != nil {
 						t.Error(err)
 					}
 				}

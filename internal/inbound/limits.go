@@ -51,6 +51,7 @@ const (
 	controlBurst   = 2000
 	controlPays    = 4 << 10
 	controlsOfData = 2
+	paysData       = 16 // bytes of a data frame that does: a client could have a message come byte by byte
 	controlsOfRPC  = 4
 	controlDebt    = 5 * time.Millisecond
 	// goodbye is how long a peer has to take the reason why its connection is closed, and

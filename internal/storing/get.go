@@ -30,16 +30,17 @@ type get struct {
 	pace chan struct{} // holds a token for each tensor whose Summary is not sent
 	news session.News  // a Summary was sent
 
-	gone   chan struct{}       // closed with the call
-	chunk  int64               // bytes, of the chunks to send
-	pieces int                 // views that a tensor may have shared; a view may be a copy
-	listed int64               // bytes acquired for the selections
-	kept   int64               // bytes acquired for views
-	all    []picked            // what the selections pick; belongs to run, as globs
-	globs  []bool              // which selections are
-	sizes  map[tensor.ID]int64 // of the tensors whose Summary is not sent; guarded by the session's lock, as below
-	bytes  int64               // the sum of sizes
-	lost   map[tensor.ID]error // why tensors failed while they were sent; guarded by the session's lock
+	gone    chan struct{}       // closed with the call
+	chunk   int64               // bytes, of the chunks to send
+	pieces  int                 // views that a tensor may have shared; a view may be a copy
+	listed  int64               // bytes acquired for the selections
+	kept    int64               // bytes acquired for views
+	all     []picked            // what the selections pick; belongs to run, as globs
+	globs   []bool              // which selections are
+	sizes   map[tensor.ID]int64 // of the tensors whose Summary is not sent; guarded by the session's lock, as below
+	bytes   int64               // the sum of sizes
+	damaged int                 // tensors, as the client says; guarded by the session's lock, as below
+	lost    map[tensor.ID]error // why tensors failed while they were sent; guarded by the session's lock
 }
 
 // check validates selections before any work is done for them.
@@ -103,6 +104,9 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		} else if e.Code == frame.DataLoss { // it was sent whole
 			g.service.damages.Add(1)
 			g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
+			if g.damaged++; g.damaged > damagesListed {
+				break
+			}
 			g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 		}
 	case stream.EventSummed:

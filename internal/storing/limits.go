@@ -35,6 +35,9 @@ const (
 	// pickTime is how long a get goes on to open again what sets have replaced since it opened
 	// it: as many tensors as a folder has by default take a few seconds.
 	pickTime = 10 * time.Second
+	// damagesListed is how many damaged tensors of a get are among the failures that a server
+	// remembers: a client may say so of each, and others have failures, too.
+	damagesListed = 16
 	// feedTensors is how many tensors of a get may be on their way, and feedPieces how many
 	// views of one: enough for a round trip of a few milliseconds.
 	feedTensors = 32

@@ -21,7 +21,7 @@ func runReceive(ctx context.Context, e *environment) error {
 	if e.lasts == 0 {
 		e.lasts = 20 * time.Second
 	}
-	e.expected = "its peer does not read"
+	e.expected = "connection closed"
 	chosen, err := e.chosen()
 	for _, a := range chosen {
 		if failed := e.withstand(ctx, &a); failed != nil {
