@@ -3,8 +3,6 @@ package server
 import (
 	"context"
 	"math"
-	"runtime/debug"
-	"runtime/metrics"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -47,37 +45,6 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		resp.Outputs[i] = &pb.NamedTensor{Port: t.Port, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
 	}
 	return resp, nil
-}
-
-// returnHeap gives the memory of Go's heap that larger messages have left back to the system, until
-// the server ends: the runtime keeps it for minutes, and slabs may take all of memory_bytes besides.
-func (s *Server) returnHeap() {
-	tick := time.NewTicker(heapLook)
-	defer tick.Stop()
-	for kept := int64(0); ; { // what is in the heap beside messages, such as weights
-		select {
-		case <-tick.C:
-		case <-s.core.Done():
-			return
-		}
-		charged, _, _ := s.received.Used()
-		if heap := heapBytes(); heap > kept+charged+heapSpare {
-			debug.FreeOSMemory()
-			kept = heapBytes()
-		}
-		charged, _, _ = s.received.Used() // of messages that are open: they will go
-		kept = min(kept, max(0, heapBytes()-charged))
-	}
-}
-
-// heapBytes returns what Go's heap has of the system.
-func heapBytes() (bytes int64) {
-	all := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}, {Name: "/memory/classes/heap/unused:bytes"}, {Name: "/memory/classes/heap/free:bytes"}}
-	metrics.Read(all)
-	for _, m := range all {
-		bytes += int64(m.Value.Uint64())
-	}
-	return bytes
 }
 
 // small is memory set aside for a call whose inputs and outputs lie in Go's heap until it

@@ -18,14 +18,9 @@ const (
 	earlyShare = 20
 	earlyLeast = time.Millisecond
 	earlyMost  = 50 * time.Millisecond
-	// failuresPage is how many failures an answer of ListFailures has, and failuresBytes what
-	// it may take: 1 KiB and a name each, and their encoding.
+	// An answer of ListFailures has at most failuresPage of them: 1 KiB and a name each, encoded.
 	failuresPage  = 256
 	failuresBytes = 2 * failuresPage * (1<<10 + 512)
-	// heapLook is how often a server that receives larger messages looks at Go's heap, and
-	// heapSpare what may lie there beside what is charged: what docs/limits.md has for the collector.
-	heapLook  = time.Second
-	heapSpare = 32 << 20
 	// requestFree is the size up to which a request, or an output, is not charged to a budget:
 	// 8 MiB for as many calls as a server has by default.
 	requestFree = 4 << 10
@@ -37,12 +32,10 @@ const (
 	requestParts = 16 << 10
 	// computeBytes is the maximum size of the one message of Compute, in each direction.
 	computeBytes = 1 << 20
-	// listPage is the maximum number of tensors in one answer of ListTensors, and listBytes
-	// the maximum size of their names and shapes.
+	// An answer of ListTensors has at most listPage tensors, with listBytes of names and shapes.
 	listPage  = 1000
 	listBytes = 128 << 10
-	// foundBytes is what DeleteTensors keeps per tensor that it finds, in addition to its
-	// name.
+	// foundBytes is what DeleteTensors keeps per tensor that it finds, beside its name.
 	foundBytes = 128
 	// receiveShare: what clients have sent and nothing has consumed may take 1/receiveShare
 	// of the budget's bytes, in addition to the budget.

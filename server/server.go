@@ -307,7 +307,7 @@ func (s *Server) Serve(l net.Listener) error {
 		go s.guard.Watch(s.core.Done())
 		go s.watchStore(s.core.Done())
 		if slices.ContainsFunc(s.endpoints, func(e *endpoint) bool { return e.MessageBytes > s.endpoints[0].MessageBytes }) {
-			go s.returnHeap()
+			go s.received.ReturnHeap(s.core.Done())
 		}
 		for _, e := range s.endpoints[1:] {
 			go func() {
