@@ -119,7 +119,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 		out, r.window = in, maxSlots
 	}
 	r.window = max(r.window, out)
-	r.done = make([]bool, min(p.blocks, maxSlots))
+	r.done = make([]bool, min(p.blocks+1, maxSlots)) // one is false when all blocks are done
 
 	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
 	if slices.ContainsFunc(info.Inputs, func(p engine.Port) bool { return p.Whole }) {
