@@ -113,7 +113,7 @@ def calls_and_rounds(options: argparse.Namespace, ferry: Child) -> None:
     line("the same without a server", alone, "µs")
     rest = [a - b for a, b in zip(whole, alone)]
     line("difference", rest, "µs", f"{beside(rest, call)} calls")
-    for part, title in (("train", "forward pass"), ("backward", "backward pass"), ("step", "step")):
+    for part, title in (("forward", "forward pass"), ("backward", "backward pass"), ("apply", "step")):
         all = [x[part] * 1e6 for x in said["round-parts"]]
         inside = "{:.0f} ± {:.0f}".format(*spread([x[part + " in worker"] * 1e6 for x in said["round-parts"]]))
         line(f"call of the {title}", all, "µs", f"{inside} of them in the worker and its link")

@@ -18,7 +18,7 @@ from models import ROWS, WIDTH, Paused, Trunk, ends, small
 from torch import nn
 
 BATCH, MICRO = 64, 8
-PARTS = ("train", "backward", "step")  # of a training round
+PARTS = ("forward", "backward", "apply")  # of a training round
 torch.set_num_threads(1)
 
 
