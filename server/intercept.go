@@ -206,6 +206,7 @@ func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo
 	rpcOf(ctx).first.Stop()
 	rpcOf(ctx).received.Next()
 	resp, err := handler(ctx, req)
+	err = endOf(ctx, err)
 	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
 	if err != nil {
 		return nil, err
@@ -231,6 +232,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 	} else {
 		err = e.attend(srv, booked, handler)
 	}
+	err = endOf(ctx, err)
 	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
 	if err != nil && info.IsClientStream && r.told.Load() == nil {
 		e.server.drop(booked)
@@ -346,10 +348,8 @@ func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) err
 	}
 }
 
-// logEnd counts and logs the end of an RPC, but neither its payload nor the text of its error, which
-// may name a tensor.
+// logEnd counts and logs the end of an RPC, without the text of its error, which may name a tensor.
 func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
-	err = endOf(ctx, err)
 	s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
 	level := levelOf(err, &s.failedRPCs)
 	if !s.log.Enabled(ctx, level) {

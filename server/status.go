@@ -60,8 +60,8 @@ func errNotReceived(why error, method string) error {
 // statusName names the code that an RPC ends with.
 func statusName(err error) string { return frame.Code(status.Code(err)).String() }
 
-// endOf is what an RPC counts as whose handler returned err: what its peer was told outweighs
-// that, and a peer that left after the deadline did so for that reason.
+// endOf is what an RPC ends with whose handler returned err: what its peer was told outweighs
+// that, and a handler that was cancelled after the deadline was so for that reason.
 func endOf(ctx context.Context, err error) error {
 	if why := rpcOf(ctx).told.Load(); why != nil {
 		return statusOf(*why)
