@@ -191,9 +191,9 @@ func (b *Budget) Hold(holder *Principal, n int64) {
 	b.grant(holder, n)
 }
 
-// Reclaim registers spare, which is called when an amount does not fit. It releases what is not needed now and reports whether it did; then it
-// is called again, while the amount still does not fit. It must not block, and must
-// not take from this budget.
+// Reclaim registers spare, which is called when an amount does not fit. It releases what is
+// not needed now and reports whether it did; then it is called again, while the amount still
+// does not fit. It must not block, and must not take from this budget.
 func (b *Budget) Reclaim(spare func() bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

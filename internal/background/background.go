@@ -1,6 +1,6 @@
 // Package background gives turns to work that a peer can ask for cheaply and that takes
-// long, such as hashing what it says it holds, or generating a tensor: all of it in the process together leaves
-// a core to those whose calls are computed.
+// long, such as hashing what it says it holds, or generating a tensor: all of it in the
+// process together leaves a core to those whose calls are computed.
 //
 // It refuses to compute. A Turn belongs to one goroutine; turns are taken first come,
 // first served. It owns no bytes.

@@ -90,8 +90,8 @@ func (ms *models) unavailable(name string) string {
 	return ""
 }
 
-// model looks up a model for one run, if the sender of ctx's RPC may run it. over must be called once, after the run's Close, with
-// the error that Close returned.
+// model looks up a model for one run, if the sender of ctx's RPC may run it. over must be
+// called once, after the run's Close, with the error that Close returned.
 func (c *Core) model(ctx context.Context, name string) (m engine.Model, over func(closed error), err error) {
 	if err := c.May(ctx, "compute", name); err != nil {
 		return nil, nil, err
