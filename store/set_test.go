@@ -378,13 +378,14 @@ func errorOf(_ Info, err error) error { return err }
 func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 	var names []string
 	taken := map[uint64]bool{}
-	for i := 0; len(names) < 4; i++ { // whose locks differ
+	for i := 0; len(names) < 5; i++ { // whose locks differ
 		name := fmt.Sprint("n", i)
 		if lock := maphash.String(nameSeed, fileName(name)) % nameLocks; !taken[lock] {
 			taken[lock] = true
 			names = append(names, name)
 		}
 	}
+	names, another := names[:4], names[4]
 	for stopped := range names {
 		t.Run(fmt.Sprint("stopped=", stopped), func(t *testing.T) {
 			dir := t.TempDir()
@@ -440,8 +441,8 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 			crash()
 			remove(t, f, second)
 			delete(want, second)
-			put(t, f, "another", []byte("later"))
-			want["another"] = "later"
+			put(t, f, another, []byte("later"))
+			want[another] = "later"
 			holds(f)
 			crash()
 			go func() { // ends with goes
