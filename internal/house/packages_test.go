@@ -12,7 +12,7 @@ import (
 	"testing"
 )
 
-var rewrite = flag.Bool("rewrite", false, "write the table of docs/packages.md")
+var rewrite = flag.Bool("rewrite", false, "write the table of docs/packages.md, and lower ceiling.txt")
 
 const (
 	packagesPage = "docs/packages.md"
