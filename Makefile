@@ -10,13 +10,11 @@ BENCH    := github.com/tensorferry/tensorferry/internal/bench
 # Tells a benchmark its commit: the go command does not when it runs a program.
 STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)'
 
-# What `breaking` and `old-new` compare with: the last release, or,
-# before there is one, a fixed commit. `make breaking AGAINST=main` on a branch of
-# several commits.
-AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e0521250130a6f6fb632f995d9e0fdb7310baaa7)
-# bench-against builds its own program over the older commit, so the API has to be the
-# same as far as that uses it: another fixed commit, before there is a release.
-MEASURED = $(if $(filter file,$(origin AGAINST)),$(or $(shell git describe --tags --abbrev=0 2>/dev/null),bbf3ed28d08d9c907ced5008c293fb4d8a7a74ca),$(AGAINST))
+# What `breaking`, `old-new` and `bench-against` compare with: the last release, or, before
+# there is one, the first commit that has sets. `make breaking AGAINST=main` on a branch of
+# several commits. bench-against builds its own program over the older commit, so the API has
+# to be the same as far as that uses it.
+AGAINST ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),8b34dfe257cb54d210b741ea148c4039ceb3090f)
 
 # The Python of the benchmarks, and the same with the package of this tree.
 PEERS_PYTHON = p=$$PWD/$$(tools/python-env bench bench/python/requirements.txt) && cd bench && set -x
@@ -73,10 +71,10 @@ bench-python-memory: ## Measure the peak memory of 16 GiB from a Python generato
 	@$(BENCH_PYTHON) && $$p bench/python/memory.py
 
 bench-against: ## Measure AGAINST and this tree in turns, beside raw sockets
-	cd bench && $(GO) run $(STAMP) . -against '$(MEASURED)'
+	cd bench && $(GO) run $(STAMP) . -against '$(AGAINST)'
 
 bench-load: ## Measure 1 to 16 connections with 1 to 64 calls in flight, AGAINST and this tree in turns
-	cd bench && $(GO) run $(STAMP) . -load -against '$(MEASURED)'
+	cd bench && $(GO) run $(STAMP) . -load -against '$(AGAINST)'
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
 	$(GO) run $(STAMP) ./internal/stress sessions
@@ -191,7 +189,7 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
-	cd bench && $(GO) run . -quick -against '$(MEASURED)'
+	cd bench && $(GO) run . -quick -against '$(AGAINST)'
 
 bench-python-smoke: ## Run the Python benchmarks briefly
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick

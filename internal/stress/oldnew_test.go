@@ -28,8 +28,6 @@ import (
 var against = flag.String("against", "", "have clients and servers of a `commit` work with those of this tree")
 
 const (
-	// minusProgram is where minus is in the source of both.
-	minusProgram = "internal/stress/minus"
 	// checkWait is how long one check may take.
 	checkWait = 30 * time.Second
 	// The exit codes of tensorferry that are looked for.
@@ -47,7 +45,7 @@ type build struct {
 func buildAt(t *testing.T, source string) (b build) {
 	t.Helper()
 	to := t.TempDir()
-	for program, file := range map[string]*string{"cmd/tensorferry": &b.tensorferry, minusProgram: &b.minus} {
+	for program, file := range map[string]*string{"cmd/tensorferry": &b.tensorferry, "internal/stress/minus": &b.minus} {
 		var err error
 		*file, err = bench.Build(t.Context(), source, module+"/"+program, to)
 		require.NoError(t, err)
@@ -55,20 +53,11 @@ func buildAt(t *testing.T, source string) (b build) {
 	return b
 }
 
-// early makes of minus what it was when the CPU engine was in the engine's package.
-var early = strings.NewReplacer("\t\""+module+"/engine/cpu\"\n", "", "cpu.", "engine.")
-
-// sourceOf checks a commit out. One that is too old to have minus gets it.
+// sourceOf checks a commit out.
 func sourceOf(t *testing.T, ref string) string {
 	t.Helper()
 	source := filepath.Join(t.TempDir(), "source")
 	require.NoError(t, bench.Checkout(t.Context(), ref, source))
-	minus := filepath.Join(source, minusProgram)
-	if err := os.Mkdir(minus, 0o755); err == nil { // it was not there
-		text, err := os.ReadFile("minus/main.go")
-		require.NoError(t, err)
-		require.NoError(t, os.WriteFile(filepath.Join(minus, "main.go"), []byte(early.Replace(string(text))), 0o644))
-	}
 	return source
 }
 
@@ -81,7 +70,7 @@ func TestOldAndNewProgramsWorkTogether(t *testing.T) {
 	for _, p := range [][2]string{{"old", "new"}, {"new", "old"}, {"new", "new"}} {
 		t.Run(p[0]+" client, "+p[1]+" server", func(t *testing.T) {
 			client, servers := builds[p[0]], builds[p[1]]
-			d := duo{command: client.tensorferry, older: p[0] == "old", server: served(t, servers.tensorferry, "--metrics", "off"), minus: served(t, servers.minus)}
+			d := duo{command: client.tensorferry, server: served(t, servers.tensorferry, "--metrics", "off"), minus: served(t, servers.minus)}
 			for _, c := range []struct {
 				name   string
 				codecs []string
@@ -128,7 +117,6 @@ func served(t *testing.T, command string, args ...string) *daemon {
 type duo struct {
 	ctx           context.Context
 	command       string
-	older         bool // the command is that of the other commit
 	server, minus *daemon
 }
 
@@ -193,8 +181,7 @@ func (d duo) store(t *testing.T, codec string) {
 	requireEnd(t, err, exitFailure, name)
 }
 
-// modelFile pushes a model file and pulls it again. An older client drops its metadata, and
-// calls its tensors model/ and their names.
+// modelFile pushes a model file and pulls it again.
 func (d duo) modelFile(t *testing.T, codec string) {
 	dir := t.TempDir()
 	file, back := filepath.Join(dir, "model.safetensors"), filepath.Join(dir, "back.safetensors")
@@ -213,16 +200,7 @@ func (d duo) modelFile(t *testing.T, codec string) {
 	require.NoError(t, err)
 	got, err := os.ReadFile(back)
 	require.NoError(t, err)
-	switch same := known.Same("pull", got, want.Bytes()); {
-	case !d.older:
-		require.NoError(t, same)
-		return
-	case same == nil: // not so old
-		return
-	}
-	for _, x := range tensors {
-		require.True(t, bytes.Contains(got, []byte(`"model/`+x.Name+`"`)) && bytes.Contains(got, x.Data), x.Name)
-	}
+	require.NoError(t, known.Same("pull", got, want.Bytes()))
 }
 
 // cancel interrupts a client whose call is half sent.
