@@ -37,6 +37,7 @@ func TestCommandsOnAFakeDeviceDoWhatTheScriptsSay(t *testing.T) {
 			Dir: "testdata/cuda", RequireExplicitExec: true,
 			Setup: func(e *testscript.Env) error {
 				e.Setenv("DRIVER", driver)
+				e.Setenv("GORACE", raceOptions)
 				return nil
 			},
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){

@@ -38,7 +38,13 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
+// raceOptions is what the programs of tests run with: under the race detector, a program
+// otherwise sleeps for a second before it exits, and the scripts run more than a thousand.
+// A race is reported, and the exit code is 66, as ever. What GORACE says already wins.
+var raceOptions = "atexit_sleep_ms=0 " + os.Getenv("GORACE")
+
 func TestMain(m *testing.M) {
+	_ = os.Setenv("GORACE", raceOptions)
 	testscript.Main(heeding{m}, map[string]func(){"tensorferry": main, "halting": halting})
 }
 
@@ -128,6 +134,7 @@ func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 			Setup: func(e *testscript.Env) error {
 				golden, err := filepath.Abs("../../tensorfile/testdata")
 				e.Setenv("GOLDEN", golden)
+				e.Setenv("GORACE", raceOptions)
 				return err
 			},
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){
