@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Verb is what a client is about to do.
@@ -37,7 +38,7 @@ type Action struct {
 }
 
 // may returns why the sender of ctx's RPC may not do something: store.ErrNotFound, wrapped, if the
-// name is hidden from it, else a *RefusedError. Without an RPC it is the program that does it.
+// name is hidden from it, else a *terms.RefusedError. Without an RPC it is the program that does it.
 func (s *Server) may(ctx context.Context, verb Verb, name string, bytes int64) (err error) {
 	if s.cfg.Authorize == nil || ctx.Value(rpcKey{}) == nil {
 		return nil
@@ -49,7 +50,7 @@ func (s *Server) may(ctx context.Context, verb Verb, name string, bytes int64) (
 		}
 	}()
 	err = s.cfg.Authorize(ctx, Action{verb, name, bytes})
-	_, own := errors.AsType[*RefusedError](err)
+	_, own := errors.AsType[*terms.RefusedError](err)
 	switch {
 	case err == nil, own:
 		return err
@@ -58,7 +59,7 @@ func (s *Server) may(ctx context.Context, verb Verb, name string, bytes int64) (
 	case errors.Is(err, store.ErrNotFound) && verb != VerbPut: // as if there were none
 		return fmt.Errorf("%w: no tensor %q", store.ErrNotFound, name)
 	}
-	return &RefusedError{Code: frame.PermissionDenied, Text: err.Error()}
+	return &terms.RefusedError{Code: frame.PermissionDenied, Text: err.Error()}
 }
 
 // identify is a guard.Check.

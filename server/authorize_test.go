@@ -25,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // named is the name of a client.
@@ -276,7 +277,7 @@ func TestAuthorizeIsAskedAboutWhatIsDoneAndWhoCannotSeeANameCannotTell(t *testin
 	}
 	says(action{server.VerbPut, "x", 3}, store.ErrNotFound)
 	require.Equal(t, codes.PermissionDenied, status.Code(push("x")))
-	says(action{server.VerbPut, "x", 3}, &server.RefusedError{Code: frame.Aborted, Text: "not on Sundays"})
+	says(action{server.VerbPut, "x", 3}, &terms.RefusedError{Code: frame.Aborted, Text: "not on Sundays"})
 	err = push("x")
 	require.Equal(t, codes.Aborted, status.Code(err))
 	require.ErrorContains(t, err, "not on Sundays")

@@ -18,22 +18,20 @@ import (
 
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
-	began := time.Now()
-	held := s.small()
-	defer held.free()
-	if err := held.take(int64(proto.Size(req))); err != nil {
+	began, r := time.Now(), rpcOf(ctx)
+	if err := r.hold(s.cfg.Budget, int64(proto.Size(req))); err != nil {
 		s.core.Refuse(admission.Calls)
 		return nil, err
 	}
-	rpcOf(ctx).received.Consumed()
-	in := make([]serving.Tensor, len(req.GetInputs()))
+	r.received.Consumed() // from now on it lies in the budget
+	in := make([]Tensor, len(req.GetInputs()))
 	for i, t := range req.GetInputs() { // which share the request's bytes
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}
-		in[i] = serving.Tensor{Port: t.GetPort(), Tensor: tensor.Tensor{Desc: d, Data: t.GetData()}}
+		in[i] = Tensor{Port: t.GetPort(), Tensor: tensor.Tensor{Desc: d, Data: t.GetData()}}
 	}
-	results, st, err := s.core.Compute(ctx, &s.conns.Of(ctx).Caller, serving.Request{
+	results, st, err := s.models.Compute(ctx, Request{
 		Model: req.GetModel(), Params: req.GetParams(), Timeout: serving.Millis(req.GetTimeoutMillis()),
-	}, in, computeBytes, held.take)
+	}, in, computeBytes)
 	if err != nil {
 		return nil, err
 	}

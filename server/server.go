@@ -76,7 +76,7 @@ type Config struct {
 	// be fast and safe for concurrent use. Package identity has an implementation.
 	Identify func(info credentials.AuthInfo, authorization []string) (principal string, err error)
 	// Authorize, if not nil, returns why the Principal of ctx may not do something; the program
-	// itself may do everything. The client is told a *RefusedError, or PERMISSION_DENIED with the
+	// itself may do everything. The client is told a *terms.RefusedError, or PERMISSION_DENIED with the
 	// text of another error. One that wraps store.ErrNotFound hides a tensor or a source, unless it
 	// is put: globs leave it out, and nothing tells it from one that does not exist. Any error
 	// hides a model that is to be described. ctx ends with what was asked about: of VerbCompute
@@ -178,7 +178,7 @@ func New(cfg Config) (*Server, error) {
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, PrincipalOf: Principal, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
 		May:    func(ctx context.Context, verb, name string) error { return s.may(ctx, Verb(verb), name, 0) },
 		Open:   [...]int{admission.Sessions: cfg.Sessions, admission.Transfers: cfg.Transfers, admission.Calls: cfg.QueuedCalls},
-		Health: s.health.model, Status: statusParts, StoredBytes: cfg.StoredBytes,
+		Health: s.health.model, Status: statusParts, Own: ownStatus, StoredBytes: cfg.StoredBytes,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
 			return s.storing.Task(on, m, now, part)
 		},

@@ -3,7 +3,6 @@ package server
 import (
 	"cmp"
 	"context"
-	"errors"
 	"math"
 	"net"
 	"runtime"
@@ -26,7 +25,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Service is a gRPC service that is served beside the TensorService, with the same limits,
@@ -48,7 +46,7 @@ type Service struct {
 }
 
 // Models runs the models of a server for its Services, and reaches its store. Its calls and
-// transfers are admitted, limited and counted like those of the TensorService. Errors of its methods are *RefusedErrors, which
+// transfers are admitted, limited and counted like those of the TensorService. Errors of its methods are *terms.RefusedErrors, which
 // a handler returns unchanged or inspects. Safe for concurrent use.
 type Models struct {
 	server *Server
@@ -73,31 +71,12 @@ type Tensor struct {
 	tensor.Tensor
 }
 
-// RefusedError says why a request is refused: a code, a text, and when to try again.
-type RefusedError = terms.RefusedError
-
-// Run is a call whose inputs and results are streamed. Input side: Write. Output side: Next.
-// One goroutine per side; any may End it. A handler must not hold memory of the run while it
-// waits for its client: it receives first, then writes.
-type Run struct{ run *serving.Run }
-
-// Info describes the model.
-func (r Run) Info() engine.Info { return r.run.Info }
-
-// Context returns a context that ends with the run: with the RPC, the timeout, the server,
-// or End.
-func (r Run) Context() context.Context { return r.run.Context() }
-
-// Write copies data to the next bytes of an input, given by its index in the Request. It
-// waits for memory. If a model has several inputs of rows, they must be written alternately
-// or from goroutines of their own. After End the error is engine.ErrClosed.
-func (r Run) Write(ctx context.Context, input int, data []byte) error {
-	return r.run.Write(ctx, input, data)
-}
-
-// Next returns the next result, as engine.Run.Next does, in any order. The error is io.EOF
-// when all results are complete. If ctx ends, its error is returned unchanged.
-func (r Run) Next(ctx context.Context) (engine.Out, error) { return r.run.Next(ctx) }
+// Run is a call whose inputs and results are streamed: Info describes its model, Write writes an
+// input, Next takes a result, Context ends with the run. One goroutine writes and one takes; any
+// may End it, with nil, an error of a method or the handler's own status, and returns what End
+// returns. A handler must not hold memory of the run while it waits for its client: it receives
+// first, then writes.
+type Run = serving.Run
 
 // Info describes the model of that name, if there is one that the sender of ctx's RPC may know.
 func (m *Models) Info(ctx context.Context, name string) (i engine.Info, found bool) {
@@ -156,41 +135,56 @@ func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64
 		defer of.release(true)
 	}
 	bytes := -of.covers()
-	for _, t := range in {
+	data := make([]tensor.Tensor, len(in))
+	r.Inputs = make([]engine.Input, len(in))
+	for i, t := range in {
 		bytes += int64(len(t.Data))
+		r.Inputs[i].Port, data[i] = t.Port, t.Tensor
 	}
 	if err := of.hold(budget, bytes); err != nil {
 		m.server.core.Refuse(admission.Calls)
 		return nil, engine.Stats{}, err
 	}
-	all := each(in, func(t Tensor) serving.Tensor { return serving.Tensor(t) })
-	out, st, err := m.server.core.Compute(ctx, m.caller(ctx), serving.Request(r), all, most, func(bytes int64) error { return of.hold(budget, bytes) })
-	return each(out, func(t serving.Tensor) Tensor { return Tensor(t) }), st, err
+	ctx, stop := r.limited(ctx)
+	defer stop()
+	results, info, st, err := m.server.core.Compute(ctx, m.caller(ctx), r.Model, r.call(), data, most, func(bytes int64) error { return of.hold(budget, bytes) })
+	if err != nil {
+		return nil, st, err
+	}
+	out := make([]Tensor, len(results))
+	for i, t := range results {
+		out[i] = Tensor{info.Outputs[i].Name, t}
+	}
+	return out, st, nil
+}
+
+// call returns the request as a call of its model.
+func (r *Request) call() engine.Call {
+	return engine.Call{ID: r.ID, Inputs: r.Inputs, Params: r.Params, Lifetime: r.Lifetime}
+}
+
+// limited returns ctx, which ends with the request's timeout if it has one.
+func (r *Request) limited(ctx context.Context) (context.Context, context.CancelFunc) {
+	if r.Timeout <= 0 {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, r.Timeout)
 }
 
 // Open opens a call for the RPC of ctx. The caller must call End.
-func (m *Models) Open(ctx context.Context, r Request) (Run, error) {
-	run, err := m.server.core.Open(ctx, m.caller(ctx), serving.Request(r))
-	if r := rpcOf(ctx); err == nil {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.runs = append(slices.DeleteFunc(r.runs, (*serving.Run).Ended), run)
+func (m *Models) Open(ctx context.Context, r Request) (*Run, error) {
+	ctx, stop := r.limited(ctx)
+	run, err := m.server.core.Open(ctx, m.caller(ctx), r.Model, r.call())
+	if err != nil {
+		stop()
+		return nil, err
 	}
-	return Run{run}, err
-}
-
-// End ends the call. Only the first call of End counts; err is nil, an error from a method
-// of the Run, or the handler's own status. End returns what the handler must return.
-func (r Run) End(err error) error {
-	code, text, ok := ownStatus(err)
-	if !ok {
-		return r.run.End(err)
-	}
-	own := &RefusedError{Code: code, Text: text}
-	if e := r.run.End(own); !errors.Is(e, own) { // it had ended before
-		return e
-	}
-	return err
+	context.AfterFunc(run.Context(), stop)
+	of := rpcOf(ctx)
+	of.mu.Lock()
+	defer of.mu.Unlock()
+	of.runs = append(slices.DeleteFunc(of.runs, (*Run).Ended), run)
+	return run, nil
 }
 
 // Transfer is a tensor on its way into the store, by Put and Write, or out of it, by Get, Desc

@@ -41,6 +41,7 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // foreign is a service of somebody else's: its messages are plain bytes, of which it
@@ -395,7 +396,7 @@ func TestAForeignStreamEndsAsItsHandlerOrItsModelSays(t *testing.T) {
 func TestARunThatAHandlerLeavesOpenEndsWithIt(t *testing.T) {
 	testkit.Start(t)
 	var models *server.Models
-	var handle func(r server.Run) error
+	var handle func(r *server.Run) error
 	f := serve(t, func(c *server.Config) {
 		desc := foreignDesc
 		desc.Streams = []grpc.StreamDesc{{StreamName: "Rows", ClientStreams: true, ServerStreams: true, Handler: func(_ any, s grpc.ServerStream) error {
@@ -411,24 +412,24 @@ func TestARunThatAHandlerLeavesOpenEndsWithIt(t *testing.T) {
 		}}}
 	})
 	c := dialForeign(t, f.addr)
-	take := func(r server.Run) { // and keep
+	take := func(r *server.Run) { // and keep
 		_ = r.Write(r.Context(), 0, make([]byte, 2*mib))
 		_, _ = r.Next(r.Context())
 	}
 	for name, tc := range map[string]struct {
-		handle func(r server.Run) error
+		handle func(r *server.Run) error
 		want   codes.Code
 	}{
-		"returns":               {func(server.Run) error { return nil }, codes.OK},
-		"returns with a result": {func(r server.Run) error { take(r); return nil }, codes.OK},
-		"panics":                {func(server.Run) error { panic("oh") }, codes.Internal},
-		"panics with a result":  {func(r server.Run) error { take(r); panic("oh") }, codes.Internal},
-		"fails":                 {func(server.Run) error { return status.Error(codes.Aborted, "enough") }, codes.Aborted},
-		"ends it twice": {func(r server.Run) error {
+		"returns":               {func(*server.Run) error { return nil }, codes.OK},
+		"returns with a result": {func(r *server.Run) error { take(r); return nil }, codes.OK},
+		"panics":                {func(*server.Run) error { panic("oh") }, codes.Internal},
+		"panics with a result":  {func(r *server.Run) error { take(r); panic("oh") }, codes.Internal},
+		"fails":                 {func(*server.Run) error { return status.Error(codes.Aborted, "enough") }, codes.Aborted},
+		"ends it twice": {func(r *server.Run) error {
 			defer func() { _ = r.End(nil) }()
 			return r.End(status.Error(codes.Aborted, "enough"))
 		}, codes.Aborted},
-		"ends it with its status": {func(r server.Run) error { return r.End(status.Error(codes.OutOfRange, "row 3")) }, codes.OutOfRange},
+		"ends it with its status": {func(r *server.Run) error { return r.End(status.Error(codes.OutOfRange, "row 3")) }, codes.OutOfRange},
 	} {
 		t.Run(name, func(t *testing.T) {
 			handle = tc.handle
@@ -772,7 +773,7 @@ func TestTransfersOfAForeignServiceAreUnderTheLimitsOfTheServer(t *testing.T) {
 		"ended":             {put("x", 3, func(p *server.Transfer) error { _ = p.End(errors.New("why")); return p.Write([]byte{1}) }), codes.Internal, ""},
 		"left open":         {put("x", 3, func(*server.Transfer) error { return nil }), codes.OK, ""},
 		"panic":             {put("x", 3, func(*server.Transfer) error { panic("oh") }), codes.Internal, ""},
-		"refused":           {put("x", 3, func(p *server.Transfer) error { return p.End(&server.RefusedError{Code: 9, Text: "no"}) }), codes.FailedPrecondition, "no"},
+		"refused":           {put("x", 3, func(p *server.Transfer) error { return p.End(&terms.RefusedError{Code: 9, Text: "no"}) }), codes.FailedPrecondition, "no"},
 		"nothing there":     {get("y", false, nil), codes.NotFound, "y"},
 		"no source":         {get("y", true, nil), codes.NotFound, "no source"},
 		"source panics":     {get("boom", true, nil), codes.Internal, ""},

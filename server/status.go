@@ -23,6 +23,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 var (
@@ -84,7 +85,7 @@ func errNoMethod(name string) error {
 
 // errUnauthenticated refuses an RPC of a caller who is unknown, or may not send any.
 func errUnauthenticated(why error) error {
-	if _, known := errors.AsType[*serving.RefusedError](why); known { // but must not send RPCs
+	if _, known := errors.AsType[*terms.RefusedError](why); known { // but must not send RPCs
 		return statusOf(why)
 	}
 	return status.Error(codes.Unauthenticated, wire.Text(strings.TrimPrefix(why.Error(), "identity: ")))
@@ -141,7 +142,7 @@ func receiveError(ctx context.Context, err error) error {
 // statusOf is what an RPC ends with: the one place where errors become statuses.
 func statusOf(err error) error {
 	var broken *frame.Error
-	var refused *serving.RefusedError
+	var refused *terms.RefusedError
 	switch {
 	case err == nil, errors.Is(err, session.ErrPeerClosed), errors.Is(err, serving.ErrServed):
 		return nil
@@ -168,10 +169,12 @@ func statusOf(err error) error {
 	return st.Err()
 }
 
-// ownStatus takes apart an error that is a status.
-func ownStatus(err error) (frame.Code, string, bool) {
-	st, ok := status.FromError(err)
-	return frame.Code(st.Code()), st.Message(), ok && err != nil
+// ownStatus returns a handler's own status as a refusal; nil if err is none.
+func ownStatus(err error) *terms.RefusedError {
+	if st, ok := status.FromError(err); ok && err != nil {
+		return &terms.RefusedError{Code: frame.Code(st.Code()), Text: st.Message()}
+	}
+	return nil
 }
 
 // statusParts takes apart what an RPC ends with.

@@ -7,7 +7,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// RefusedError says why a request is refused, in words for the caller.
+// RefusedError says why a request is refused, in words for the caller. Whoever refuses one, a
+// handler of a service or Config.Authorize of a server, may return it.
 type RefusedError struct {
 	Code        frame.Code
 	Text        string

@@ -24,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // What empty names in Config mean, and what comes before the id of a tensor in its name in the
@@ -141,7 +142,7 @@ func (s *service) send(shape string, stream grpc.ServerStreamingServer[pb.Tensor
 		params["fill"], params["seed"] = "normal", strconv.FormatUint(rand.Uint64(), 10)
 	}
 	get, err := s.models.Get(stream.Context(), s.source, true, params)
-	if why, ok := errors.AsType[*server.RefusedError](err); ok && why.Code == frame.NotFound {
+	if why, ok := errors.AsType[*terms.RefusedError](err); ok && why.Code == frame.NotFound {
 		get, err = s.models.Get(stream.Context(), s.source, false, nil)
 	}
 	if err != nil {

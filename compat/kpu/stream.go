@@ -108,7 +108,7 @@ func (t *running) open(d tensor.Desc) error {
 		<-t.places
 		return err
 	}
-	t.run, t.free = &run, make(chan []byte, ringBytes/chunkBytes)
+	t.run, t.free = run, make(chan []byte, ringBytes/chunkBytes)
 	for mem := range slices.Chunk(t.ring.Bytes(), chunkBytes) {
 		t.free <- mem
 	}

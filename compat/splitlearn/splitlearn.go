@@ -21,6 +21,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // version is that of their server.
@@ -140,7 +141,7 @@ func (s *service) ComputeBackward(ctx context.Context, req *pb.BackwardRequest) 
 		return nil, noPass(id)
 	}
 	gradient, err = s.backward(ctx, &p, run, gradient)
-	if r, ok := errors.AsType[*server.RefusedError](err); ok && r.RetryMillis > 0 {
+	if r, ok := errors.AsType[*terms.RefusedError](err); ok && r.RetryMillis > 0 {
 		again = true
 	} else if refused(err) != nil { // the model had no memory for it, or its process was started anew
 		err = noPass(id)

@@ -6,7 +6,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // unimplemented is a code that sessions do not have. Their clients retry everything but this one,
@@ -24,8 +24,8 @@ func invalid(format string, args ...any) error {
 
 // refused returns an error whose code is FAILED_PRECONDITION, or nil: a model does not take its
 // input, or its state does not allow a call.
-func refused(err error) *server.RefusedError {
-	if r, ok := errors.AsType[*server.RefusedError](err); ok && r.Code == frame.FailedPrecondition {
+func refused(err error) *terms.RefusedError {
+	if r, ok := errors.AsType[*terms.RefusedError](err); ok && r.Code == frame.FailedPrecondition {
 		return r
 	}
 	return nil

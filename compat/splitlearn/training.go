@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // training keeps the passes of all clients for ComputeBackward. Their graphs are the models', each
@@ -82,7 +83,7 @@ func (t *training) giveUp(l *lease, model string) {
 		ctx, cancel := context.WithTimeout(t.models.Context(), leaseWait)
 		defer cancel()
 		_, err := t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token, "end": "true"})
-		r, later := errors.AsType[*server.RefusedError](err)
+		r, later := errors.AsType[*terms.RefusedError](err)
 		later = later && r.RetryMillis > 0 || ctx.Err() == context.DeadlineExceeded
 		if !later || t.models.Context().Err() != nil { // it is given up, or lost
 			t.mu.Lock()

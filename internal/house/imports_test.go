@@ -77,12 +77,12 @@ var layers = map[string][]string{
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/admission"},
-	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "slab", "store", "stream", "tensor"},
+	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "slab", "store", "stream", "tensor", "terms"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 
-	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "tensor"},
-	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor"},
+	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "tensor", "terms"},
+	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor", "terms"},
 
 	"internal/stress/known":    {"client", "internal/bench", "tensor"},
 	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},

@@ -113,51 +113,31 @@ func Millis(n uint64) time.Duration {
 // that the model did not begin to compute.
 func (c *call) serve(ctx context.Context, params map[string]string) error {
 	core := c.session.core
-	model, over, err := core.model(ctx, c.model)
-	if err != nil {
-		return err
-	}
-	var closed error
-	defer func() { over(closed) }()
-	info := model.Info()
-	inputs, err := c.bind(info)
-	if err != nil {
-		return err
-	}
-	run, err := core.run(ctx, c.cancel, model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()})
-	if err != nil {
-		return err
-	}
-	c.compute(ctx, info, run)
-	<-c.closed // every result is acknowledged or given up, and no chunk is being copied into a block
-	if closed = run.Close(); closed != nil {
-		core.Log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", closed.Error()))
-	}
-	return nil
-}
-
-// bind puts the call's inputs in the order of the model's ports, and acquires the memory
-// for the chunk tables of tensors with very many chunks.
-func (c *call) bind(info engine.Info) ([]engine.Input, error) {
-	var table int64
+	var table int64 // of tensors with very many chunks
 	inputs := make([]engine.Input, len(c.inputs))
 	for i, in := range c.inputs {
 		inputs[i] = engine.Input{Port: in.desc.Port, Desc: in.desc.Desc, ChunkBytes: in.geo.ChunkBytes, Name: in.desc.Name, Metadata: in.desc.Metadata}
 		table += TableBytes(in.geo.Count())
 	}
-	order, inputs, err := bind(info, inputs)
-	if err != nil {
-		return nil, err
+	if err := AcquireTable(core.Budget, c.session.Holder, table); err != nil {
+		return err
 	}
-	ordered := make([]*input, len(order))
-	for p, i := range order {
+	c.table = table
+	run, err := core.open(ctx, c.cancel, c.model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()})
+	if err != nil {
+		return err
+	}
+	ordered := make([]*input, len(run.order))
+	for p, i := range run.order {
 		ordered[p] = c.inputs[i]
 	}
-	if err := AcquireTable(c.session.core.Budget, c.session.Holder, table); err != nil {
-		return nil, err
+	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
+	c.compute(ctx, run)
+	<-c.closed // every result is acknowledged or given up, and no chunk is being copied into a block
+	if err := run.Close(); err != nil {
+		core.Log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", err.Error()))
 	}
-	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs, c.table = ordered, table })
-	return inputs, nil
+	return nil
 }
 
 // TableBytes returns how many bytes of a tensor's chunk table are charged to the budget.
@@ -175,7 +155,7 @@ func AcquireTable(b *slab.Budget, holder *slab.Principal, bytes int64) error {
 }
 
 // compute moves blocks in and results out until the end of the call is decided.
-func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
+func (c *call) compute(ctx context.Context, run *opened) {
 	fed := make(chan struct{})
 	if seq := 0; c.feed(ctx, run, &seq, 1) {
 		// There was only one block: a small call needs no other goroutine.
@@ -186,7 +166,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 			c.feed(ctx, run, &seq, math.MaxInt)
 		}()
 	}
-	err := c.take(ctx, info, run)
+	err := c.take(ctx, run.info, run)
 	if err != nil {
 		c.finish(frame.Done{Timings: timings(run.Stats())}, err)
 	}
@@ -196,7 +176,7 @@ func (c *call) compute(ctx context.Context, info engine.Info, run engine.Run) {
 
 // feed lends up to most of the run's blocks to the session, and copies staged inputs into
 // them. It reports whether there are no more blocks to lend.
-func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (last bool) {
+func (c *call) feed(ctx context.Context, run *opened, seq *int, most int) (last bool) {
 	var widened int64
 	for ; *seq < most; *seq++ {
 		b, err := run.Borrow(ctx)
@@ -245,7 +225,7 @@ func (c *call) feed(ctx context.Context, run engine.Run, seq *int, most int) (la
 				}
 			}
 		})
-		if w, ok := run.(engine.Widener); ok && ahead > widened {
+		if w, ok := run.Run.(engine.Widener); ok && ahead > widened {
 			widened = ahead
 			w.Widen(ahead)
 		}
@@ -383,7 +363,12 @@ func timings(st engine.Stats) frame.Timings {
 
 // Failed records why a call of the session failed.
 func (s *Session) Failed(id tensor.ID, model string, code frame.Code, err error) {
-	s.core.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: s.core.PrincipalOf(s.Values), Model: model, Code: code}, err)
+	s.core.failed(s.Values, id, model, code, err)
+}
+
+// failed records why a call of ctx's RPC failed.
+func (c *Core) failed(ctx context.Context, id tensor.ID, model string, code frame.Code, err error) {
+	c.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: c.PrincipalOf(ctx), Model: model, Code: code}, err)
 }
 
 // finish fails the call with err, unless its end is already decided. Errors that a peer must

@@ -25,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 const mib = 1 << 20
@@ -98,7 +99,7 @@ func (f *fixture) logged() string {
 // statusOf stands in for the server's.
 func statusOf(err error) (frame.Code, string) {
 	var broken *frame.Error
-	var refused *RefusedError
+	var refused *terms.RefusedError
 	switch {
 	case err == nil, errors.Is(err, session.ErrPeerClosed):
 		return frame.OK, ""

@@ -269,7 +269,7 @@ func (f *fixture) blocking(ctx context.Context, t testing.TB, model string, para
 	p.open(o)
 	p.deliver(o)
 	outside := asking(model, tensor.Uint8, []byte{1}, 1)
-	outside.Params = params
+	outside.params = params
 	both := make(chan frame.Code, 2)
 	go func() { // ends with ctx, as the next
 		code, _ := f.compute(ctx, outside)

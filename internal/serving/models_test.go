@@ -415,7 +415,7 @@ func TestAModelWithoutInputsIsCalled(t *testing.T) {
 			o := &offer{call: frame.Call{ID: tensor.NewID(), Model: "counting", Params: map[string]string{"rows": fmt.Sprint(rows)}}}
 			p.send(&frame.Frame{Calls: []frame.Call{o.call}})
 			require.True(t, bytes.Equal(want, p.result(o)["y"]), "%d rows", rows)
-			out, err := f.outputs(t.Context(), new(admission.Caller), ask{Request{Model: "counting", Params: o.call.Params}, nil})
+			out, err := f.outputs(t.Context(), new(admission.Caller), ask{model: "counting", params: o.call.Params})
 			if 8*rows > mib {
 				code, _ := statusOf(err)
 				require.Equal(t, frame.ResourceExhausted, code)

@@ -13,31 +13,16 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
-	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // errBinding is wrapped when the inputs of a call do not match the model's ports.
 var errBinding = errors.New("serving: inputs do not match the model")
 
-// Request describes a call outside a session.
-type Request struct {
-	Model   string
-	Inputs  []engine.Input    // in any order; the port of the only one may be empty
-	Params  map[string]string // read-only
-	Timeout time.Duration     // 0: no limit
-	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
-	Lifetime context.Context
-	// ID is the call's; the zero ID means a new one.
-	ID tensor.ID
-}
-
-// Run is a call that Open admitted. Its inputs are written, its results are taken, and End
+// Run is a call outside a session. Its inputs are written, its results are taken, and End
 // ends it. Input side: Write. Output side: Next. One goroutine per side. End may be called
 // from any goroutine.
 type Run struct {
-	Info engine.Info
-
 	core   *Core
 	from   *admission.Caller
 	id     tensor.ID
@@ -45,10 +30,8 @@ type Run struct {
 	began  time.Time
 	ctx    context.Context
 	cancel context.CancelCauseFunc
-	undo   []func()
-	over   func(closed error)
-	order  []int // for each input port of the model, the index of its input in the Request
-	run    engine.Run
+	unhook func() bool // from the end of the core
+	run    *opened
 
 	mu      sync.Mutex // held while a block is written; guards all below
 	blocks  []filling  // borrowed and not full, in order
@@ -65,19 +48,20 @@ type filling struct {
 	rest [][]byte // by input port: memory not yet written; nil if the port has none in this block
 }
 
-// Open admits a call and opens its run, waiting for memory as long as a session's call
-// does. The run ends when ctx, the timeout or the core does. End must follow. An error is a
-// *RefusedError, and the call has then been counted as ended.
-func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Run, error) {
-	r, err := c.admit(ctx, from, q, nil)
+// Open admits a call of a model and opens its run, waiting for memory as long as a session's
+// call does. The call's inputs may be in any order; the port of the only one may be empty. The
+// run ends when ctx or the core does. End must follow. An error is a *terms.RefusedError, and
+// the call has then been counted as ended.
+func (c *Core) Open(ctx context.Context, from *admission.Caller, model string, call engine.Call) (*Run, error) {
+	r, err := c.admit(ctx, from, model, call, nil)
 	if err != nil {
 		return nil, err
 	}
-	r.left = make([]int64, len(r.order))
-	for i, in := range q.Inputs {
-		n, _ := in.Desc.Bytes() // checked
+	r.left = make([]int64, len(r.run.order))
+	for port, i := range r.run.order {
+		n, _ := call.Inputs[i].Desc.Bytes() // checked
 		r.missing += n
-		r.left[slices.Index(r.order, i)] = n
+		r.left[port] = n
 	}
 	if r.missing == 0 {
 		if err := r.Write(ctx, -1, nil); err != nil {
@@ -89,7 +73,7 @@ func (c *Core) Open(ctx context.Context, from *admission.Caller, q Request) (*Ru
 
 // admit counts a call that begins and, unless bad says why not, opens its run. After an error
 // it has been counted as ended; else end must follow.
-func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request, bad error) (*Run, error) {
+func (c *Core) admit(ctx context.Context, from *admission.Caller, model string, call engine.Call, bad error) (*Run, error) {
 	if err := c.Begin(); err != nil {
 		return nil, err
 	}
@@ -98,51 +82,36 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, q Request, bad
 		return nil, err
 	}
 	c.callsUnary.Add(1)
-	if q.ID.IsZero() {
-		q.ID = tensor.NewID()
+	if call.ID.IsZero() {
+		call.ID = tensor.NewID()
 	}
-	r := &Run{core: c, from: from, id: q.ID, model: q.Model, began: time.Now()}
-	if q.Timeout > 0 {
-		timed, stop := context.WithTimeout(ctx, q.Timeout)
-		ctx, r.undo = timed, append(r.undo, stop)
-	}
+	call.Principal = from.Principal()
+	r := &Run{core: c, from: from, id: call.ID, model: model, began: time.Now()}
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
-	unhook := context.AfterFunc(c.ctx, func() { r.cancel(ErrShutdown) })
-	r.undo = append(r.undo, func() { unhook() }, func() { r.cancel(nil) })
-	if bad == nil {
-		bad = r.open(q)
+	r.unhook = context.AfterFunc(c.ctx, func() { r.cancel(ErrShutdown) })
+	switch problem := cmp.Or(frame.CheckName("model", model), frame.CheckEntries("params", call.Params)); {
+	case bad != nil:
+	case model == "":
+		bad = fmt.Errorf("%w: the model's name is empty", errBinding)
+	case problem != "":
+		bad = fmt.Errorf("%w: %s", errBinding, problem)
+	default:
+		r.run, bad = c.open(r.ctx, r.cancel, model, call)
 	}
 	if bad != nil {
-		return nil, r.end(bad, nil)
+		return nil, r.end(bad)
 	}
 	return r, nil
 }
 
-func (r *Run) open(q Request) (err error) {
-	if q.Model == "" {
-		return fmt.Errorf("%w: the model's name is empty", errBinding)
-	}
-	if problem := cmp.Or(frame.CheckName("model", q.Model), frame.CheckEntries("params", q.Params)); problem != "" {
-		return fmt.Errorf("%w: %s", errBinding, problem)
-	}
-	m, over, err := r.core.model(r.ctx, q.Model)
-	if err != nil {
-		return err
-	}
-	r.over, r.Info = over, m.Info()
-	var inputs []engine.Input
-	if r.order, inputs, err = bind(r.Info, q.Inputs); err != nil {
-		return err
-	}
-	r.run, err = r.core.run(r.ctx, r.cancel, m, engine.Call{ID: r.id, Principal: r.from.Principal(), Inputs: inputs, Params: q.Params, Lifetime: q.Lifetime})
-	return err
-}
+// Info describes the model.
+func (r *Run) Info() engine.Info { return r.run.info }
 
-// Write copies data to the next bytes of an input, given by its index in the Request. It
+// Write copies data to the next bytes of an input, given by its index in the call. It
 // waits for memory. If a model has several inputs of rows, they must be written alternately
 // or from goroutines of their own. After End the error is engine.ErrClosed.
 func (r *Run) Write(ctx context.Context, input int, data []byte) error {
-	port := slices.Index(r.order, input)
+	port := slices.Index(r.run.order, input)
 	if over := r.take(port, len(data)); over > 0 { // before its last rows are computed
 		return fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, input, over)
 	}
@@ -241,8 +210,9 @@ func (r *Run) Abandon(err error) {
 func (r *Run) Context() context.Context { return r.ctx }
 
 // End closes the run and counts the call as ended with err, or as successful if err is nil.
-// Only the first call counts. All results must have been released. End returns the
-// *RefusedError for the caller, which is why the run was cancelled, if it was, or else err.
+// Only the first call counts. All results must have been released. End returns what the
+// handler must return: why the run was cancelled, if it was, or else err, as a
+// *terms.RefusedError unless it is the status of the handler's own.
 func (r *Run) End(err error) error {
 	r.mu.Lock()
 	again := r.ended
@@ -251,22 +221,26 @@ func (r *Run) End(err error) error {
 	if again {
 		return err
 	}
-	r.cancel(err) // wakes those who wait for memory or results
-	return r.end(err, r.run.Close())
+	own := r.core.Own(err)
+	told := err
+	if own != nil {
+		told = own
+	}
+	r.cancel(told)    // wakes those who wait for memory or results
+	_ = r.run.Close() // which tells the core
+	if told = r.end(told); own != nil && errors.Is(told, own) {
+		return err
+	}
+	return told
 }
 
-// end counts a call that has ended. lost is what the Close of its run returned, if it had
-// one.
-func (r *Run) end(err, lost error) error {
+// end counts a call that has ended.
+func (r *Run) end(err error) error {
 	if cause := context.Cause(r.ctx); err != nil && cause != nil { // the cause outranks what it caused
 		err = cause
 	}
-	if r.over != nil {
-		r.over(lost)
-	}
-	for _, undo := range r.undo {
-		undo()
-	}
+	r.unhook()
+	r.cancel(nil)
 	defer r.core.End()
 	defer r.core.Leave(admission.Calls, r.from)
 	if err == nil {
@@ -276,81 +250,94 @@ func (r *Run) end(err, lost error) error {
 	why := ExplainCall(err)
 	if why.Secret {
 		why.Text = fmt.Sprintf("%s (call %s)", why.Text, r.id) // a caller without a session has no other way to learn it
-		r.core.Failures.Add(failures.Failure{At: time.Now(), Call: r.id, Principal: r.core.PrincipalOf(r.ctx), Model: r.model, Code: why.Code}, err)
+		r.core.failed(r.ctx, r.id, r.model, why.Code, err)
 	}
 	r.core.callEnded(r.model, why.Code, time.Since(r.began))
 	return why
 }
 
-// Tensor is a tensor in memory at a port of a model.
-type Tensor struct {
-	Port string
-	tensor.Tensor
-}
-
-// Compute runs a model on tensors in memory, instead of q.Inputs, and returns copies of its
-// outputs. It borrows in. Inputs and outputs may take up to most bytes in each direction;
-// take is asked before each output is made. An error is a *RefusedError.
-func (c *Core) Compute(ctx context.Context, from *admission.Caller, q Request, in []Tensor, most int64, take func(bytes int64) error) ([]Tensor, engine.Stats, error) {
-	inputs, bad := offered(in, most)
-	q.Inputs = inputs
-	r, err := c.admit(ctx, from, q, bad)
+// Compute runs a model on tensors in memory, those of the call's inputs, of which only the
+// ports are given, and returns copies of the outputs, in the order of the ports of info. It
+// borrows in. Inputs and outputs may take up to most bytes in each direction; take is asked
+// before each output is made. An error is a *terms.RefusedError.
+func (c *Core) Compute(ctx context.Context, from *admission.Caller, model string, call engine.Call, in []tensor.Tensor, most int64, take func(bytes int64) error) (out []tensor.Tensor, info engine.Info, st engine.Stats, err error) {
+	r, err := c.admit(ctx, from, model, call, describe(call.Inputs, in, most))
 	if err != nil {
-		return nil, engine.Stats{}, err
+		return nil, info, st, err
 	}
 	ordered := make([]tensor.Tensor, len(in))
-	for port, i := range r.order {
-		ordered[port] = in[i].Tensor
+	for port, i := range r.run.order {
+		ordered[port] = in[i]
 	}
 	left := most
-	results, st, err := engine.Collect(r.ctx, r.Info, r.run, ordered, func(bytes int64) error {
+	out, st, err = engine.Collect(r.ctx, r.run.info, r.run, ordered, func(bytes int64) error {
 		if left -= bytes; left < 0 {
 			return fmt.Errorf("%w: the outputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
 		}
 		return take(bytes)
 	})
-	var lost error
-	if errors.Is(err, engine.ErrLost) {
-		lost = err
-	}
-	out := make([]Tensor, len(results))
-	for i, t := range results {
-		out[i] = Tensor{r.Info.Outputs[i].Name, t}
-	}
-	return out, st, r.end(err, lost)
+	return out, r.run.info, st, r.end(err)
 }
 
-// offered returns the model's inputs for tensors in memory.
-func offered(in []Tensor, most int64) ([]engine.Input, error) {
-	inputs := make([]engine.Input, len(in))
+// describe completes a model's inputs for tensors in memory.
+func describe(inputs []engine.Input, in []tensor.Tensor, most int64) error {
 	left := most
 	for i, t := range in {
 		if _, err := tensor.New(t.Desc, t.Data); err != nil {
-			return nil, fmt.Errorf("%w: input %q: %w", errBinding, t.Port, err)
+			return fmt.Errorf("%w: input %q: %w", errBinding, inputs[i].Port, err)
 		}
 		if left -= int64(len(t.Data)); left < 0 {
-			return nil, fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
+			return fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
 		}
-		inputs[i] = engine.Input{Port: t.Port, Desc: t.Desc, ChunkBytes: tensor.ChunkFor(t.Desc, min(most, engine.ChunkBytes))}
+		inputs[i].Desc, inputs[i].ChunkBytes = t.Desc, tensor.ChunkFor(t.Desc, min(most, engine.ChunkBytes))
 	}
-	return inputs, nil
+	return nil
 }
 
-// run opens a run. If that has to wait for memory for too long, it calls cancel, which must
-// cancel ctx.
-func (c *Core) run(ctx context.Context, cancel context.CancelCauseFunc, m engine.Model, call engine.Call) (_ engine.Run, err error) {
-	patience := time.AfterFunc(c.MemoryWait, func() {
-		cancel(fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait))
-	})
-	defer patience.Stop()
+// opened is the run of a call, whose Close tells the core how it ended.
+type opened struct {
+	engine.Run
+	info  engine.Info
+	order []int // for each input port of the model, the index of its input in the call
+	over  func(closed error)
+}
+
+// Close closes the run.
+func (o *opened) Close() error {
+	err := o.Run.Close()
+	o.over(err)
+	return err
+}
+
+// open opens a run of a model, if the sender of ctx's RPC may, for a call whose inputs are in
+// any order. If it has to wait for memory for too long, it calls cancel, which must cancel
+// ctx. Close must follow.
+func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model string, call engine.Call) (o *opened, err error) {
+	m, over, err := c.model(ctx, model)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			over(nil)
+		}
+	}()
+	o = &opened{info: m.Info(), over: over}
+	if o.order, call.Inputs, err = bind(o.info, call.Inputs); err != nil {
+		return nil, err
+	}
 	var bytes int64
 	for _, in := range call.Inputs {
 		n, _ := in.Desc.Bytes() // checked
 		bytes += n
 	}
-	call.Principal = c.small(call.Principal, bytes)
-	defer engine.Recovered(m.Info().Name, &err)
-	return m.Open(ctx, call)
+	if bytes <= min(frame.AllowanceCeiling, c.limit()/smallShare/smallCalls) { // it need not wait behind large ones
+		call.Principal = call.Principal.In(c.Smalls)
+	}
+	defer c.Patience(cancel, fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait)).Stop()
+	defer engine.Recovered(o.info.Name, &err)
+	o.Run, err = m.Open(ctx, call)
+	return o, err
 }
 
 // bind puts inputs in the order of a model's ports, and returns the index of each among in.

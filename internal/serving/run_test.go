@@ -17,17 +17,26 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // ask is a small call.
 type ask struct {
-	Request
-	in []Tensor
+	model   string
+	params  map[string]string
+	timeout time.Duration
+	in      []portTensor
+}
+
+// portTensor is a tensor at a port.
+type portTensor struct {
+	Port string
+	tensor.Tensor
 }
 
 // asking is a small call of one input.
 func asking(model string, d tensor.DataType, data []byte, shape ...int64) ask {
-	return ask{Request{Model: model}, []Tensor{{"x", tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: shape}, Data: data}}}}
+	return ask{model: model, in: []portTensor{{"x", tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: shape}, Data: data}}}}
 }
 
 // compute runs a small call of a caller of its own.
@@ -36,8 +45,21 @@ func (f *fixture) compute(ctx context.Context, a ask) (frame.Code, string) {
 	return statusOf(err)
 }
 
-func (f *fixture) outputs(ctx context.Context, from *admission.Caller, a ask) ([]Tensor, error) {
-	out, _, err := f.Compute(ctx, from, a.Request, a.in, mib, func(int64) error { return nil })
+func (f *fixture) outputs(ctx context.Context, from *admission.Caller, a ask) ([]portTensor, error) {
+	if a.timeout > 0 {
+		timed, stop := context.WithTimeout(ctx, a.timeout)
+		defer stop()
+		ctx = timed
+	}
+	call, in := engine.Call{Params: a.params}, make([]tensor.Tensor, len(a.in))
+	for i, t := range a.in {
+		call.Inputs, in[i] = append(call.Inputs, engine.Input{Port: t.Port}), t.Tensor
+	}
+	results, info, _, err := f.Compute(ctx, from, a.model, call, in, mib, func(int64) error { return nil })
+	out := make([]portTensor, len(results))
+	for i, t := range results {
+		out[i] = portTensor{info.Outputs[i].Name, t}
+	}
 	return out, err
 }
 
@@ -96,7 +118,7 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		"a model with a bell":   {asking("\a", u8, nil, 0), invalid, []string{"model", "control"}},
 		"no input":              {change(func(a *ask) { a.in = nil }), invalid, []string{`takes inputs ["x"]`, "has []"}},
 		"an input too many":     {change(func(a *ask) { a.in = append(a.in, a.in[0]) }), invalid, []string{`takes inputs ["x"]`, `has ["x" "x"]`}},
-		"one port twice":        {change(func(a *ask) { a.Model, a.in = "pair", append(a.in, a.in[0]) }), invalid, []string{`"pair"`, `"w"`}},
+		"one port twice":        {change(func(a *ask) { a.model, a.in = "pair", append(a.in, a.in[0]) }), invalid, []string{`"pair"`, `"w"`}},
 		"an unknown port":       {change(func(a *ask) { a.in[0].Port = "q" }), invalid, []string{`"x"`}},
 		"no data type":          {asking("echo", 0, []byte("abc"), 3), invalid, []string{"data type"}},
 		"an unknown data type":  {asking("echo", 99, []byte("abc"), 3), invalid, []string{"data type", "99"}},
@@ -111,19 +133,19 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 		"an empty shape that overflows": {
 			asking("echo", u8, nil, 1<<40, 1<<40, 0), frame.ResourceExhausted, []string{"2^63"},
 		},
-		"65 params":          {change(func(a *ask) { a.Params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
-		"a key of 129 bytes": {change(func(a *ask) { a.Params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},
-		"a value of 4097":    {change(func(a *ask) { a.Params = entriesOf(1, 1, 4097) }), invalid, []string{"params", "4097"}},
-		"params over 32 KiB": {change(func(a *ask) { a.Params = entriesOf(9, 1, 4096) }), invalid, []string{"params", "32768"}},
+		"65 params":          {change(func(a *ask) { a.params = entriesOf(65, 3, 1) }), invalid, []string{"params", "65", "64"}},
+		"a key of 129 bytes": {change(func(a *ask) { a.params = entriesOf(1, 129, 1) }), invalid, []string{"params", "129"}},
+		"a value of 4097":    {change(func(a *ask) { a.params = entriesOf(1, 1, 4097) }), invalid, []string{"params", "4097"}},
+		"params over 32 KiB": {change(func(a *ask) { a.params = entriesOf(9, 1, 4096) }), invalid, []string{"params", "32768"}},
 		"a type not taken":   {asking("relu", u8, []byte("abc"), 3), frame.FailedPrecondition, []string{"float32", "uint8[3]", `"x"`}},
-		"a shape not taken": {ask{Request{Model: "pair"}, []Tensor{
+		"a shape not taken": {ask{model: "pair", in: []portTensor{
 			{"x", tensor.Tensor{Desc: tensor.Desc{DType: f32, Shape: tensor.Shape{2}}, Data: make([]byte, 8)}},
 			{"w", tensor.Tensor{Desc: tensor.Desc{DType: f32, Shape: tensor.Shape{2}}, Data: make([]byte, 8)}},
 		}}, frame.FailedPrecondition, []string{"[any any]", "float32[2]"}},
-		"a param not taken":   {change(func(a *ask) { a.Model, a.Params = "slow", map[string]string{"delay": "a while"} }), frame.InvalidArgument, []string{"delay", "a while"}},
-		"a model that fails":  {change(func(a *ask) { a.Model = "broken" }), frame.Internal, []string{"model failed", "call's id (call 0"}},
-		"a model that panics": {change(func(a *ask) { a.Model = "panics" }), frame.Internal, []string{`model "panics" panicked`, "call's id (call 0"}},
-		"a timeout":           {change(func(a *ask) { a.Model, a.Timeout = "gate", 20*time.Millisecond }), frame.DeadlineExceeded, []string{"timeout"}},
+		"a param not taken":   {change(func(a *ask) { a.model, a.params = "slow", map[string]string{"delay": "a while"} }), frame.InvalidArgument, []string{"delay", "a while"}},
+		"a model that fails":  {change(func(a *ask) { a.model = "broken" }), frame.Internal, []string{"model failed", "call's id (call 0"}},
+		"a model that panics": {change(func(a *ask) { a.model = "panics" }), frame.Internal, []string{`model "panics" panicked`, "call's id (call 0"}},
+		"a timeout":           {change(func(a *ask) { a.model, a.timeout = "gate", 20*time.Millisecond }), frame.DeadlineExceeded, []string{"timeout"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			bubble(t, func(t *testing.T) {
@@ -160,7 +182,7 @@ func TestOneComputeOverTheCallsOfTheServerIsRefusedAsLater(t *testing.T) {
 		}
 		testkit.Eventually(t, func() bool { return f.Values().Calls == 5 }, "the calls")
 		_, err := f.outputs(t.Context(), &flood, asking("echo", tensor.Uint8, []byte("abc"), 3))
-		why, ok := errors.AsType[*RefusedError](err)
+		why, ok := errors.AsType[*terms.RefusedError](err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, frame.ResourceExhausted, why.Code)
 		saysWhy(t, why.Text, []string{"calls", "limit of the server is 6", "later"})
@@ -189,7 +211,7 @@ func TestACloseEndsAComputeAtOnce(t *testing.T) {
 		testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the call")
 		began := time.Now()
 		f.Close()
-		why, ok := errors.AsType[*RefusedError](<-ended)
+		why, ok := errors.AsType[*terms.RefusedError](<-ended)
 		require.True(t, ok)
 		require.Equal(t, frame.Unavailable, why.Code, why.Text)
 		require.Positive(t, why.RetryMillis)
@@ -216,8 +238,13 @@ func TestTheLogHasWhyACallOutsideASessionFailed(t *testing.T) {
 // opening opens a run of echo, or of another model, of so many bytes.
 func (f *fixture) opening(t testing.TB, model string, size int64, timeout time.Duration) *Run {
 	t.Helper()
-	r, err := f.Open(t.Context(), new(admission.Caller), Request{
-		Model: model, Timeout: timeout, Inputs: []engine.Input{{Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{size}}, ChunkBytes: mib}},
+	ctx, stop := t.Context(), context.CancelFunc(func() {})
+	if timeout > 0 {
+		ctx, stop = context.WithTimeout(ctx, timeout)
+	}
+	t.Cleanup(stop)
+	r, err := f.Open(ctx, new(admission.Caller), model, engine.Call{
+		Inputs: []engine.Input{{Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{size}}, ChunkBytes: mib}},
 	})
 	require.NoError(t, err)
 	return r
@@ -238,7 +265,7 @@ func TestTheInputsOfARunAreWrittenInAnyPieces(t *testing.T) {
 				}
 			}
 			want, scaled := pairWant(data[1], data[0])
-			r, err := f.Open(t.Context(), new(admission.Caller), Request{Model: "pair", Inputs: []engine.Input{ // not in the model's order
+			r, err := f.Open(t.Context(), new(admission.Caller), "pair", engine.Call{Inputs: []engine.Input{ // not in the model's order
 				{Port: "w", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
 				{Port: "x", Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{rows, columns}}, ChunkBytes: 1 + rng.Int64N(1000)},
 			}})

@@ -25,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // ErrShutdown is the cause with which everything ends when the Core is closed.
@@ -49,6 +50,8 @@ type Config struct {
 	MemoryWait time.Duration
 	// Status returns the code and the text of why a session ended.
 	Status func(error) (frame.Code, string)
+	// Own returns the refusal that an error of a handler's own stands for, or nil if it is none.
+	Own func(error) *terms.RefusedError
 	// Tasks returns the Task of a put or a get, with the session locked, or finishes the call
 	// and returns nil. Of a put's tensors, none has more than StoredBytes. Nil: sessions have
 	// neither puts nor gets.
@@ -92,6 +95,9 @@ func New(cfg Config) *Core {
 	if cfg.May == nil {
 		cfg.May = func(context.Context, string, string) error { return nil }
 	}
+	if cfg.Own == nil {
+		cfg.Own = func(error) *terms.RefusedError { return nil }
+	}
 	c := &Core{
 		Failures: failures.New(cfg.Log),
 		Config:   cfg, models: models{told: cfg.Health, all: make(map[string]*modelState)},
@@ -121,7 +127,7 @@ func New(cfg Config) *Core {
 	return c
 }
 
-// Enter admits one more of a kind, or returns a *RefusedError. Leave must follow.
+// Enter admits one more of a kind, or returns a *terms.RefusedError. Leave must follow.
 func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
 	if !c.Gates.Enter(k, from) {
 		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
@@ -146,7 +152,7 @@ func (c *Core) LeaveTransfer(k Direction, from *admission.Caller) {
 }
 
 // Begin admits a request that Drain must wait for. While the server drains, it returns a
-// *RefusedError. End must follow.
+// *terms.RefusedError. End must follow.
 func (c *Core) Begin() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -40,7 +40,7 @@ func TestACallerIsToldOfTheLimit(t *testing.T) {
 	for range 8 { // a quarter is for others
 		require.NoError(t, c.Enter(admission.Calls, &flood))
 	}
-	why, ok := errors.AsType[*RefusedError](c.Enter(admission.Calls, &flood))
+	why, ok := errors.AsType[*terms.RefusedError](c.Enter(admission.Calls, &flood))
 	require.True(t, ok)
 	require.Equal(t, frame.ResourceExhausted, why.Code)
 	require.Contains(t, why.Text, "calls: the limit of the server is 10")

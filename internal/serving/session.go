@@ -57,9 +57,9 @@ type Task interface {
 	Event(m *stream.Machine, now stream.Instant, e stream.Event)
 }
 
-// OpenSession admits a session, which Serve then serves, or returns a *RefusedError.
+// OpenSession admits a session, which Serve then serves, or returns a *terms.RefusedError.
 func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
-	return c.open(from, "", stream.Config{Limits: c.Session, Stores: c.Tasks != nil})
+	return c.session(from, "", stream.Config{Limits: c.Session, Stores: c.Tasks != nil})
 }
 
 // OpenOneWay admits a push or a pull by itself: a session with one call, whose client only
@@ -67,10 +67,10 @@ func (c *Core) OpenSession(from *admission.Caller) (*Session, error) {
 func (c *Core) OpenOneWay(from *admission.Caller, kind Direction, tensors int) (*Session, error) {
 	limits := c.Session
 	limits.OpenTensors = min(limits.OpenTensors, tensors)
-	return c.open(from, kind, stream.Config{Limits: limits, Stores: true, OneWay: true})
+	return c.session(from, kind, stream.Config{Limits: limits, Stores: true, OneWay: true})
 }
 
-func (c *Core) open(from *admission.Caller, kind Direction, cfg stream.Config) (*Session, error) {
+func (c *Core) session(from *admission.Caller, kind Direction, cfg stream.Config) (*Session, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.draining {
@@ -300,7 +300,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 }
 
 // Stage returns memory in which a tensor on allowance waits, and how many bytes Unstage gives
-// back. The error is a *RefusedError, or the pool's.
+// back. The error is a *terms.RefusedError, or the pool's.
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
 	n := slab.PagesOf(geo.Size)
 	if !s.core.Budget.TryAcquire(s.allowance, n) { // it is promised: never

@@ -13,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 func TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone(t *testing.T) {
@@ -94,7 +95,7 @@ func TestLimitsOfTheServerAreNamedWhenTheyAreReached(t *testing.T) {
 		require.Positive(t, done.RetryAfterMillis)
 
 		_, err := f.dialFrom(t, &from)
-		why, ok := errors.AsType[*RefusedError](err)
+		why, ok := errors.AsType[*terms.RefusedError](err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, frame.ResourceExhausted, why.Code)
 		saysWhy(t, why.Text, []string{"open sessions", "limit of the server is 6"})
@@ -309,7 +310,7 @@ func TestTheEndsOfOneWaySessionsAreCounted(t *testing.T) {
 			open = append(open, s)
 		}
 		_, err := f.OpenOneWay(&from, Pull, 8)
-		why, ok := errors.AsType[*RefusedError](err)
+		why, ok := errors.AsType[*terms.RefusedError](err)
 		require.True(t, ok, "%v", err)
 		require.Equal(t, frame.ResourceExhausted, why.Code)
 		saysWhy(t, why.Text, []string{"open transfers: the limit of the server is 4", "later"})

@@ -1,7 +1,9 @@
 package serving
 
 import (
-	"github.com/tensorferry/tensorferry/frame"
+	"context"
+	"time"
+
 	"github.com/tensorferry/tensorferry/slab"
 )
 
@@ -28,11 +30,8 @@ func (c *Core) limit() int64 {
 	return limit
 }
 
-// small returns the principal for a call whose inputs have so many bytes: a small one has a part
-// of the budget for which it need not wait behind large ones.
-func (c *Core) small(p *slab.Principal, bytes int64) *slab.Principal {
-	if bytes > min(frame.AllowanceCeiling, c.limit()/smallShare/smallCalls) {
-		return p
-	}
-	return p.In(c.Smalls)
+// Patience calls cancel with why, unless it is stopped, when somebody has waited for memory
+// for as long as anybody may.
+func (c *Core) Patience(cancel context.CancelCauseFunc, why error) *time.Timer {
+	return time.AfterFunc(c.MemoryWait, func() { cancel(why) })
 }

@@ -19,12 +19,9 @@ var errMemory = errors.New("serving: no room in the memory budget")
 // errDraining refuses new work while the server drains.
 var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or try again later")
 
-// RefusedError says why a request was refused, in words for the caller.
-type RefusedError = terms.RefusedError
-
 // TryLater returns a refusal that may not recur later.
-func TryLater(code frame.Code, format string, args ...any) *RefusedError {
-	return &RefusedError{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
+func TryLater(code frame.Code, format string, args ...any) *terms.RefusedError {
+	return &terms.RefusedError{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
 }
 
 // Rule says what a caller is told about an error.
@@ -37,26 +34,26 @@ type Rule struct {
 }
 
 // Explain returns what the caller is told about an error, by the first rule that matches. A
-// *RefusedError or *frame.Error explains itself. An error that no rule matches is an
+// *terms.RefusedError or *frame.Error explains itself. An error that no rule matches is an
 // internal error: its text may name files and addresses and goes only to the log.
-func Explain(err error, rules []Rule) *RefusedError {
-	if own, ok := errors.AsType[*RefusedError](err); ok {
+func Explain(err error, rules []Rule) *terms.RefusedError {
+	if own, ok := errors.AsType[*terms.RefusedError](err); ok {
 		return own
 	}
 	if broken, ok := errors.AsType[*frame.Error](err); ok {
-		return &RefusedError{Code: broken.Code, Text: broken.Text}
+		return &terms.RefusedError{Code: broken.Code, Text: broken.Text}
 	}
 	for _, r := range rules {
 		if !errors.Is(err, r.Err) {
 			continue
 		}
-		why := &RefusedError{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
+		why := &terms.RefusedError{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
 		if r.Retry {
 			why.RetryMillis = retryMillis
 		}
 		return why
 	}
-	return &RefusedError{Code: frame.Internal, Text: "internal error", Secret: true}
+	return &terms.RefusedError{Code: frame.Internal, Text: "internal error", Secret: true}
 }
 
 // callRules are the rules for calls. The order matters: the cause that ended a call's
@@ -79,7 +76,7 @@ var callRules = []Rule{
 
 // ExplainCall returns what the caller is told about the error of a call. The log has all of
 // the failure of a model's own code.
-func ExplainCall(err error) *RefusedError {
+func ExplainCall(err error) *terms.RefusedError {
 	why := Explain(err, callRules)
 	var public engine.PublicError
 	var panicked *engine.PanicError

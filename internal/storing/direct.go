@@ -37,7 +37,7 @@ type Direct struct {
 	forget      func() bool // the end of ctx; nil when it has ended
 }
 
-// Put reserves room for a tensor in the store. End must follow. The error is a *RefusedError.
+// Put reserves room for a tensor in the store. End must follow. The error is a *terms.RefusedError.
 func (s *Service) Put(ctx context.Context, from *admission.Caller, name string, desc tensor.Desc) (*Direct, error) {
 	return s.direct(ctx, serving.Push, from, func(d *Direct) (err error) {
 		d.Desc = desc
@@ -56,7 +56,7 @@ func (s *Service) Put(ctx context.Context, from *admission.Caller, name string, 
 }
 
 // Get opens the tensor that a selection names, which is not a glob. End must follow. The error
-// is a *RefusedError.
+// is a *terms.RefusedError.
 func (s *Service) Get(ctx context.Context, from *admission.Caller, sel frame.Selection) (*Direct, error) {
 	return s.direct(ctx, serving.Pull, from, func(d *Direct) (err error) {
 		if bad := check([]frame.Selection{sel}); bad != nil {
@@ -133,7 +133,7 @@ func (d *Direct) move(data []byte, piece func(off int64, p []byte) error) error 
 
 // End ends the transfer, the first time: a tensor that is put becomes visible, durably if the
 // store is durable, if err is nil and all has been written; otherwise it is discarded. The error
-// is what the caller is told, a *RefusedError.
+// is what the caller is told, a *terms.RefusedError.
 func (d *Direct) End(err error) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -13,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // Conn carries the frames of a push or a pull.
@@ -38,7 +39,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 	case p.done == nil && !errors.Is(cause, serving.ErrServed):
 		return cause
 	case p.done != nil && p.done.Code != frame.OK:
-		return &serving.RefusedError{Code: p.done.Code, Text: p.done.Message, RetryMillis: p.done.RetryAfterMillis}
+		return &terms.RefusedError{Code: p.done.Code, Text: p.done.Message, RetryMillis: p.done.RetryAfterMillis}
 	}
 	ended := make(chan error, 1)
 	list := p.summaries
@@ -189,7 +190,7 @@ func (s *Service) Pull(from *admission.Caller, conn Conn, h *frame.Hello, list [
 	cause := sess.Serve(conn.Context(), p)
 	s.ended(sess, h.Session, cause)
 	if d := p.done.Load(); d != nil && d.Code != frame.OK {
-		return &serving.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
+		return &terms.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
 	} else if d != nil {
 		return nil
 	}

@@ -24,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 var (
@@ -176,7 +177,7 @@ func (t *task) failed(sum frame.Summary, err error) frame.Summary {
 }
 
 // refused is Explain for a tensor that failed.
-func (s *Service) refused(err error, attrs ...slog.Attr) *serving.RefusedError {
+func (s *Service) refused(err error, attrs ...slog.Attr) *terms.RefusedError {
 	why := s.Explain(err, attrs...)
 	if errors.Is(err, store.ErrFull) {
 		if n, due := s.full.Again(); due {
@@ -248,7 +249,7 @@ var rules = []serving.Rule{
 
 // Explain returns what a summary says about an error of a store, a source or a transfer. It
 // logs what the summary omits, with attrs.
-func (s *Service) Explain(err error, attrs ...slog.Attr) *serving.RefusedError {
+func (s *Service) Explain(err error, attrs ...slog.Attr) *terms.RefusedError {
 	why := serving.Explain(err, rules)
 	var public engine.PublicError
 	attrs = append(attrs, slog.Any("error", err))
@@ -259,7 +260,7 @@ func (s *Service) Explain(err error, attrs ...slog.Attr) *serving.RefusedError {
 			s.Log.LogAttrs(context.Background(), slog.LevelError, "store is not available", append(attrs, slog.Int64("refused", n))...)
 		}
 	case errors.As(err, &public):
-		return &serving.RefusedError{Code: frame.Internal, Text: public.Public()}
+		return &terms.RefusedError{Code: frame.Internal, Text: public.Public()}
 	default:
 		if n, due := s.failures.Again(); due {
 			s.Log.LogAttrs(context.Background(), slog.LevelError, "store failed", append(attrs, slog.Int64("failures", n))...)

@@ -26,6 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 const mib = 1 << 20
@@ -62,7 +63,7 @@ func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Servic
 // statusOf stands in for the server's.
 func statusOf(err error) (frame.Code, string) {
 	var broken *frame.Error
-	var refused *serving.RefusedError
+	var refused *terms.RefusedError
 	switch {
 	case err == nil, errors.Is(err, session.ErrPeerClosed), errors.Is(err, serving.ErrServed):
 		return frame.OK, ""
@@ -277,7 +278,7 @@ func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 		}
 		// 240 000 bytes and some each, 65 536 of them free, of 2 MiB beside what they send.
 		require.InDelta(t, 10, len(open), 2)
-		refused, ok := errors.AsType[*serving.RefusedError](why)
+		refused, ok := errors.AsType[*terms.RefusedError](why)
 		require.True(t, ok, "%v", why)
 		require.Equal(t, frame.ResourceExhausted, refused.Code)
 		require.Contains(t, refused.Text, "memory")
