@@ -12,6 +12,10 @@ import (
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/bench/kinds"
+	"github.com/tensorferry/tensorferry/internal/cli/display"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
+	"github.com/tensorferry/tensorferry/internal/cli/settings"
+	"github.com/tensorferry/tensorferry/internal/cli/verbs"
 )
 
 const (
@@ -46,7 +50,7 @@ With --memory, it streams one large tensor between a server process and a client
 process and prints the peak memory of each.`,
 		Example: `  tensorferry bench --net both
   tensorferry bench --memory`,
-		Args: takes(0),
+		Args: verbs.Takes(0),
 		RunE: func(c *cobra.Command, _ []string) error {
 			sized := c.Flags().Changed("memory-bytes")
 			if o.memory && o.quick && !sized {
@@ -55,21 +59,21 @@ process and prints the peak memory of each.`,
 			nets := map[string][]string{"tcp": {"tcp"}, "unix": {"unix"}, "both": {"tcp", "unix"}}[o.net]
 			switch {
 			case sized && !o.memory:
-				return usage("--memory-bytes needs --memory")
+				return fail.Usage("--memory-bytes needs --memory")
 			case o.memory && (o.memoryBytes < bench.MemoryBlock || o.memoryBytes%bench.MemoryBlock != 0):
-				return usage("--memory-bytes %d: use a multiple of %d", o.memoryBytes, bench.MemoryBlock)
+				return fail.Usage("--memory-bytes %d: use a multiple of %d", o.memoryBytes, bench.MemoryBlock)
 			case o.memory:
 				return benchMemory(c.Context(), nets, o, c.OutOrStdout())
 			case o.size < 8 || o.size%8 != 0:
-				return usage("--size %d: use a multiple of 8, at least 8", o.size)
+				return fail.Usage("--size %d: use a multiple of 8, at least 8", o.size)
 			}
 			return benchSpeed(c.Context(), nets, o, c.OutOrStdout())
 		},
 	}
 	f := c.Flags()
-	choiceVar(c, &o.net, "net", "`socket`", "tcp", "unix", "both")
+	settings.Choice(c.Flags(), &o.net, "net", "`socket`", "tcp", "unix", "both")
 	f.IntVar(&o.size, "size", benchBytes, "size of the large tensors in `bytes`")
-	countVar(f, &o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
+	settings.Count(f, &o.pairs, "pairs", bench.MinRounds, "minimum pairs per median, never below the default")
 	f.StringSliceVar(&o.works, "works", nil, "measure only these `works`, such as push,pull")
 	f.BoolVar(&o.quick, "quick", false, "only test that every part runs; the figures mean nothing")
 	f.BoolVar(&o.json, "json", false, "print JSON with every sample")
@@ -88,14 +92,14 @@ func benchSpeed(ctx context.Context, nets []string, o benchOptions, out io.Write
 	cfg.Progress, cfg.Rules = progress, kinds.Rules()
 	groups := kinds.Suite(nets, o.size, o.works...)
 	if len(groups) == 0 {
-		return usage("--works %s: bench measures none of them; see docs/benchmarks.md", strings.Join(o.works, ","))
+		return fail.Usage("--works %s: bench measures none of them; see docs/benchmarks.md", strings.Join(o.works, ","))
 	}
 	r, err := cfg.Run(ctx, groups)
 	switch {
 	case err != nil:
 		return err
 	case o.json:
-		return writeJSON(out, r)
+		return display.JSON(out, r)
 	}
 	return r.WriteText(out)
 }
@@ -123,7 +127,7 @@ func benchMemory(ctx context.Context, nets []string, o benchOptions, out io.Writ
 		}
 	}
 	if o.json {
-		return writeJSON(out, all)
+		return display.JSON(out, all)
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -67,10 +68,10 @@ func TestBenchCommandSpeaksAsItsFlagsSay(t *testing.T) {
 		exit int
 	}{
 		"json":                     {[]string{"--quick", "--json"}, 0},
-		"an unknown socket":        {[]string{"--net", "pigeon"}, exitUsage},
-		"a size between floats":    {[]string{"--size", "12"}, exitUsage},
-		"a memory between blocks":  {[]string{"--memory", "--memory-bytes", "12"}, exitUsage},
-		"memory over an odd thing": {[]string{"--memory", "--net", "pigeon"}, exitUsage},
+		"an unknown socket":        {[]string{"--net", "pigeon"}, fail.ExitUsage},
+		"a size between floats":    {[]string{"--size", "12"}, fail.ExitUsage},
+		"a memory between blocks":  {[]string{"--memory", "--memory-bytes", "12"}, fail.ExitUsage},
+		"memory over an odd thing": {[]string{"--memory", "--net", "pigeon"}, fail.ExitUsage},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := benchSelf(t.Context(), append([]string{"bench"}, tc.args...)...)

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -117,7 +118,7 @@ func TestAServerThatSaysOKAndSendsNothingMakesNoCommandSucceed(t *testing.T) {
 	} {
 		t.Run(strings.Join(args[:2], " "), func(t *testing.T) {
 			out, said, code := run(args...)
-			require.Equal(t, exitIntegrity, code, said)
+			require.Equal(t, fail.ExitIntegrity, code, said)
 			require.Empty(t, out)
 			require.Contains(t, said, "without mentioning it")
 			require.NotContains(t, said, "panic")
@@ -168,10 +169,10 @@ func TestWhatAServerSaysDoesNotReachTheTerminalAsACommand(t *testing.T) {
 	out, _, _ = run("info")
 	require.Contains(t, out, "none codec 255 none")
 
-	fail := status.Error(codes.NotFound, nasty)
-	r.fail.Store(&fail)
+	refusal := status.Error(codes.NotFound, nasty)
+	r.fail.Store(&refusal)
 	_, said, code := run("ls")
-	require.Equal(t, exitFailure, code)
+	require.Equal(t, fail.ExitFailure, code)
 	harmless(t, said)
 	require.Len(t, strings.Split(strings.TrimSpace(said), "\n"), 2, "an error and our own hint: %s", said)
 }

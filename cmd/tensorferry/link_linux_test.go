@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -73,7 +74,7 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 		"the guest says the default": {1, `,"lanes":1`, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server, address, err := startServer(t.Context(), exe, "--engine", "cpu")
+			server, address, err := serve.Start(t.Context(), exe, "--engine", "cpu")
 			require.NoError(t, err)
 			defer func() { require.NoError(t, server.Stop()) }()
 			host, guest := linktest.Pair(t)
@@ -84,9 +85,9 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 			require.NoError(t, file.Close())
 			require.NoError(t, host.Close())
 			served := make(chan error, 1)
-			go func() { served <- serveLink(fd, client.Config{Lanes: tc.flag}) }() // ends with the guest
+			go func() { served <- serve.Link(fd, client.Config{Lanes: tc.flag}) }() // ends with the guest
 			g := &linkGuest{Guest: guest}
-			hello, err := json.Marshal(link.Greeting{Link: link.Version, Version: version, Role: "client", PID: os.Getpid()})
+			hello, err := json.Marshal(link.Greeting{Link: link.Version, Version: serve.Version, Role: "client", PID: os.Getpid()})
 			require.NoError(t, err)
 			g.Send(&link.Hello{JSON: hello})
 			linktest.Must[*link.Hello](guest)

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -20,7 +21,7 @@ import (
 func TestAnErrorIsSaidForPeople(t *testing.T) {
 	full := &client.Error{Code: codes.ResourceExhausted, Message: `store: full: tensor "x" takes 3 bytes`}
 	var many []error
-	for i := range mostErrors + 5 {
+	for i := range fail.MostErrors + 5 {
 		many = append(many, &client.Error{Code: codes.NotFound, Message: fmt.Sprint("tensor ", i)})
 	}
 	for name, tc := range map[string]struct {
@@ -38,13 +39,13 @@ func TestAnErrorIsSaidForPeople(t *testing.T) {
 		"others for several":     {errors.Join(full, client.ErrInput), "the store is full: tensor \"x\" takes 3 bytes\nbad input"},
 		"that paints a terminal": {&client.Error{Code: codes.Internal, Message: "\x1b[31mred\a\u202e"}, "�[31mred��"},
 		"that forges a line":     {&client.Error{Code: codes.Internal, Message: "a\nhint: b\r\nc"}, "a hint: b c"},
-		"joined, with a hint":    {usageError{hinted{errors.Join(errors.New("a\nb"), errors.New("c")), "d"}}, "a b\nc"},
+		"joined, with a hint":    {fail.AsUsage(fail.Hinted(errors.Join(errors.New("a\nb"), errors.New("c")), "d")), "a b\nc"},
 	} {
-		t.Run(name, func(t *testing.T) { require.Equal(t, tc.want, said(tc.err)) })
+		t.Run(name, func(t *testing.T) { require.Equal(t, tc.want, fail.Text(tc.err)) })
 	}
-	lines := strings.Split(said(errors.Join(many...)), "\n")
-	require.Len(t, lines, mostErrors+1)
-	require.Equal(t, "and 5 more", lines[mostErrors])
+	lines := strings.Split(fail.Text(errors.Join(many...)), "\n")
+	require.Len(t, lines, fail.MostErrors+1)
+	require.Equal(t, "and 5 more", lines[fail.MostErrors])
 }
 
 func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
@@ -61,7 +62,7 @@ func TestEveryPackageThatNamesItselfInItsErrorsIsKnown(t *testing.T) {
 			text, err := os.ReadFile(file)
 			require.NoError(t, err)
 			if !strings.HasSuffix(file, "_test.go") && strings.Contains(string(text), `"`+name+`: `) {
-				require.Contains(t, packages, name, file)
+				require.Contains(t, fail.Packages, name, file)
 			}
 		}
 	}
@@ -71,27 +72,24 @@ func TestAHintFitsTheCommand(t *testing.T) {
 	broken := &client.Error{Code: codes.Unavailable, Message: "connection reset by peer"}
 	full := &client.Error{Code: codes.ResourceExhausted, Message: "store: full: 3 bytes too many"}
 	for name, tc := range map[string]struct {
-		flags []string
+		typed fail.Command
 		err   error
 		want  string
 	}{
-		"a broken connection":           {nil, broken, "the connection broke; run it again"},
-		"a broken connection to a file": {[]string{"-o", "x"}, broken, "the connection broke; an output file is written whole or not at all, so run it again"},
-		"a limit of the server":         {nil, full, "tensorferry info lists the server's limits"},
-		"of another server":             {[]string{"--server", "a:1"}, full, "tensorferry info --server a:1 lists the server's limits"},
-		"nothing there":                 {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrNoConnection}, "is the server running?"},
-		"no host":                       {nil, &client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "name the server with --server host:port"},
-		"the other host":                {nil, toError{&client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "x:1"}, "name the server with --to host:port"},
-		"another kind of server":        {nil, fmt.Errorf("%w: a:1", client.ErrNotServer), "something answers there, but it is not a tensorferry server"},
-		"no answer":                     {nil, fmt.Errorf("%w from a:1", client.ErrNoAnswer), "something listens there and says nothing"},
-		"a typing error":                {nil, usage("no"), "pull --help for usage"},
+		"a broken connection":           {fail.Command{}, broken, "the connection broke; run it again"},
+		"a broken connection to a file": {fail.Command{Output: true}, broken, "the connection broke; an output file is written whole or not at all, so run it again"},
+		"a limit of the server":         {fail.Command{}, full, "tensorferry info lists the server's limits"},
+		"of another server":             {fail.Command{Server: "a:1"}, full, "tensorferry info --server a:1 lists the server's limits"},
+		"nothing there":                 {fail.Command{}, &client.Error{Code: codes.Unavailable, Cause: client.ErrNoConnection}, "is the server running?"},
+		"no host":                       {fail.Command{}, &client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "name the server with --server host:port"},
+		"the other host":                {fail.Command{}, fail.At(&client.Error{Code: codes.Unavailable, Cause: client.ErrHostNotFound}, "x:1"), "name the server with --to host:port"},
+		"another kind of server":        {fail.Command{}, fmt.Errorf("%w: a:1", client.ErrNotServer), "something answers there, but it is not a tensorferry server"},
+		"no answer":                     {fail.Command{}, fmt.Errorf("%w from a:1", client.ErrNoAnswer), "something listens there and says nothing"},
+		"a typing error":                {fail.Command{}, fail.Usage("no"), "pull --help for usage"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			root := command()
-			c, _, err := root.Find([]string{"pull"})
-			require.NoError(t, err)
-			require.NoError(t, c.ParseFlags(tc.flags))
-			require.Contains(t, hintOf(c, exitCode(t.Context(), tc.err), tc.err), tc.want)
+			tc.typed.Verb, tc.typed.Path = true, "tensorferry pull"
+			require.Contains(t, fail.HintOf(tc.typed, fail.ExitCode(t.Context(), tc.err), tc.err), tc.want)
 		})
 	}
 }
@@ -101,19 +99,19 @@ func TestAFailureOfAServerHasItsExitCodeAndHint(t *testing.T) {
 		exit int
 		hint string
 	}{
-		codes.NotFound:          {exitFailure, "tensorferry ls"},
-		codes.AlreadyExists:     {exitFailure, "another name"},
-		codes.DataLoss:          {exitIntegrity, "push the tensor anew"},
-		codes.ResourceExhausted: {exitLimit, "tensorferry info"},
-		codes.InvalidArgument:   {exitFailure, ""},
-		codes.Unauthenticated:   {exitAuth, "--ca names the CA"},
-		codes.PermissionDenied:  {exitAuth, ""},
-		codes.Unavailable:       {exitConnection, "run it again"},
+		codes.NotFound:          {fail.ExitFailure, "tensorferry ls"},
+		codes.AlreadyExists:     {fail.ExitFailure, "another name"},
+		codes.DataLoss:          {fail.ExitIntegrity, "push the tensor anew"},
+		codes.ResourceExhausted: {fail.ExitLimit, "tensorferry info"},
+		codes.InvalidArgument:   {fail.ExitFailure, ""},
+		codes.Unauthenticated:   {fail.ExitAuth, "--ca names the CA"},
+		codes.PermissionDenied:  {fail.ExitAuth, ""},
+		codes.Unavailable:       {fail.ExitConnection, "run it again"},
 	} {
 		err := fmt.Errorf("pull: %w", &client.Error{Code: code, Message: "why"})
-		got := exitCode(context.Background(), err)
+		got := fail.ExitCode(context.Background(), err)
 		require.Equal(t, want.exit, got, code)
-		hint := hintOf(pullCommand(), got, err)
+		hint := fail.HintOf(fail.Command{Verb: true}, got, err)
 		require.Contains(t, hint, want.hint, code)
 		require.Equal(t, want.hint == "", hint == "", code)
 	}

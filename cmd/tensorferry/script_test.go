@@ -33,6 +33,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
+	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -177,7 +179,7 @@ func scriptServer(ts *testscript.TestScript, _ bool, args []string) {
 			args[i+1] = name + "=" + ts.MkAbs(folder)
 		}
 	}
-	c, address, err := startServer(context.Background(), exe, args...)
+	c, address, err := serve.Start(context.Background(), exe, args...)
 	ts.Check(err)
 	ts.Defer(func() { _ = c.Stop() })
 	ts.Setenv("SERVER", address)
@@ -299,7 +301,7 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 			require.NoError(t, c.Process.Signal(end))
 			time.AfterFunc(100*time.Millisecond, func() { _ = syscall.Kill(pid, syscall.SIGCONT) }) // when the signal has arrived
 			var exit *exec.ExitError
-			if err := c.Wait(); !errors.As(err, &exit) || end == os.Interrupt && exit.ExitCode() != exitInterrupted {
+			if err := c.Wait(); !errors.As(err, &exit) || end == os.Interrupt && exit.ExitCode() != fail.ExitInterrupted {
 				t.Errorf("ended with %v", err)
 			}
 			testkit.Eventually(t, func() bool { return gone(pid) }, "the demo's server to end")
@@ -319,7 +321,7 @@ func TestACommandWhoseTerminalIsClosedLeavesNoFile(t *testing.T) {
 	require.NoError(t, c.Process.Signal(syscall.SIGHUP))
 	var exit *exec.ExitError
 	require.ErrorAs(t, c.Wait(), &exit)
-	require.Equal(t, exitInterrupted, exit.ExitCode())
+	require.Equal(t, fail.ExitInterrupted, exit.ExitCode())
 	require.Empty(t, leftIn(t, dir))
 }
 
@@ -348,7 +350,7 @@ func serving(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server, address, err := startServer(t.Context(), exe)
+	server, address, err := serve.Start(t.Context(), exe)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -388,7 +390,7 @@ func interrupted(t *testing.T, c *exec.Cmd) {
 		t.Fatal(err)
 	}
 	var exit *exec.ExitError
-	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != exitInterrupted {
+	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != fail.ExitInterrupted {
 		t.Errorf("ended with %v", err)
 	}
 }
@@ -575,7 +577,7 @@ func TestACommandOfAServerThatSaysNothingHasNoConnection(t *testing.T) {
 		all.Go(func() {
 			out, err := program(t, "tensorferry", append(args, "--server", mute.Addr().String())...).CombinedOutput()
 			var exit *exec.ExitError
-			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
+			if !errors.As(err, &exit) || exit.ExitCode() != fail.ExitConnection {
 				t.Errorf("%v: %v\n%s", args, err, out)
 			}
 			if !strings.Contains(string(out), "no answer") || !strings.Contains(string(out), "hint: something listens there") {
@@ -605,11 +607,11 @@ func TestACommandOfAnotherKindOfServerSaysSo(t *testing.T) {
 		for _, args := range [][]string{{"ls"}, {"push", file}, {"pull", "x"}, {"run", "relu", "-i", file}} {
 			out, err := program(t, "tensorferry", append(args, "--server", at.String())...).CombinedOutput()
 			var exit *exec.ExitError
-			if !errors.As(err, &exit) || exit.ExitCode() != exitConnection {
+			if !errors.As(err, &exit) || exit.ExitCode() != fail.ExitConnection {
 				t.Errorf("%v: %v", args, err)
 			}
 			require.Contains(t, string(out), says, args)
-			require.Equal(t, says != "ends connections at once", strings.Contains(string(out), "\nhint: "+hintNotServer+"\n"), "%s", out)
+			require.Equal(t, says != "ends connections at once", strings.Contains(string(out), "\nhint: "+fail.HintNotServer+"\n"), "%s", out)
 		}
 	}
 }

@@ -30,6 +30,8 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/identity"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
+	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -135,7 +137,7 @@ func TestAServerThatHadToCancelCallsEndsWithAFailure(t *testing.T) {
 	o := operate(t, "--drain", "50ms")
 	o.call()
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
-	require.Equal(t, exitFailure, o.ends(), o.said())
+	require.Equal(t, fail.ExitFailure, o.ends(), o.said())
 	require.Contains(t, o.said(), "tensorferry: calls that were still open were cancelled after 50ms\n")
 	require.Contains(t, o.said(), "msg=stopped drained=false")
 }
@@ -154,7 +156,7 @@ func TestASecondSignalEndsAServerAtOnce(t *testing.T) {
 		_ = o.cmd.Process.Signal(syscall.SIGTERM) // it fails when the process has ended
 		return len(ended) > 0
 	}, "the end")
-	require.Equal(t, exitInterrupted, <-ended, o.said())
+	require.Equal(t, fail.ExitInterrupted, <-ended, o.said())
 	require.Contains(t, o.said(), "tensorferry: second signal: exiting immediately\n")
 	require.NotContains(t, o.said(), "msg=stopped")
 }
@@ -165,7 +167,7 @@ func TestASignalThatComesTwiceAtOnceDrainsAServer(t *testing.T) {
 	o.call()
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGTERM))
 	require.NoError(t, o.cmd.Process.Signal(syscall.SIGINT)) // of another kind: a pending one would swallow its like
-	require.Equal(t, exitFailure, o.ends(), o.said())
+	require.Equal(t, fail.ExitFailure, o.ends(), o.said())
 	require.Contains(t, o.said(), "msg=stopped drained=false")
 }
 
@@ -221,23 +223,23 @@ func TestWhatARestartDoesNotMendHasACodeOfItsOwn(t *testing.T) {
 		args []string
 		want int
 	}{
-		"an unknown flag":                  {[]string{"serve", "--lisen", "x"}, exitSettings},
-		"a value out of range":             {[]string{"serve", "--max-calls", "-1"}, exitSettings},
-		"an argument":                      {[]string{"serve", "x"}, exitSettings},
-		"an unknown key of a file":         {[]string{"serve", "--config", file("c.yaml", "lisen: x\n")}, exitSettings},
-		"no file":                          {[]string{"serve", "--config", filepath.Join(dir, "none")}, exitSettings},
-		"no encryption":                    {[]string{"serve", "--listen", "0.0.0.0:0"}, exitSettings},
-		"no certificate":                   {[]string{"serve", "--tls-cert", "none", "--tls-key", "none"}, exitSettings},
-		"no model":                         {[]string{"serve", "--model", "none"}, exitSettings},
-		"a model twice":                    {[]string{"serve", "--demo", "--demo", "--model", "relu=../../examples/fashion/models/bottom"}, exitSettings},
-		"a store that is a file":           {[]string{"serve", "--store", file("store", "")}, exitSettings},
-		"a socket in no folder":            {[]string{"serve", "--listen", "unix:" + dir + "/none/s"}, exitSettings},
-		"an address that another one has":  {[]string{"serve", "--metrics", "off", "--listen", taken.Addr().String()}, exitFailure},
-		"a link without a socket":          {[]string{"link", "--fd", "0"}, exitSettings},
-		"a link with a bad flag":           {[]string{"link", "--lanes", "x"}, exitSettings},
-		"a mistake in a command":           {[]string{"run", "--nonsense"}, exitUsage},
-		"a mistake in the name of serve":   {[]string{"serv"}, exitUsage},
-		"an argument of another's command": {[]string{"version", "serve"}, exitUsage},
+		"an unknown flag":                  {[]string{"serve", "--lisen", "x"}, fail.ExitSettings},
+		"a value out of range":             {[]string{"serve", "--max-calls", "-1"}, fail.ExitSettings},
+		"an argument":                      {[]string{"serve", "x"}, fail.ExitSettings},
+		"an unknown key of a file":         {[]string{"serve", "--config", file("c.yaml", "lisen: x\n")}, fail.ExitSettings},
+		"no file":                          {[]string{"serve", "--config", filepath.Join(dir, "none")}, fail.ExitSettings},
+		"no encryption":                    {[]string{"serve", "--listen", "0.0.0.0:0"}, fail.ExitSettings},
+		"no certificate":                   {[]string{"serve", "--tls-cert", "none", "--tls-key", "none"}, fail.ExitSettings},
+		"no model":                         {[]string{"serve", "--model", "none"}, fail.ExitSettings},
+		"a model twice":                    {[]string{"serve", "--demo", "--demo", "--model", "relu=../../examples/fashion/models/bottom"}, fail.ExitSettings},
+		"a store that is a file":           {[]string{"serve", "--store", file("store", "")}, fail.ExitSettings},
+		"a socket in no folder":            {[]string{"serve", "--listen", "unix:" + dir + "/none/s"}, fail.ExitSettings},
+		"an address that another one has":  {[]string{"serve", "--metrics", "off", "--listen", taken.Addr().String()}, fail.ExitFailure},
+		"a link without a socket":          {[]string{"link", "--fd", "0"}, fail.ExitSettings},
+		"a link with a bad flag":           {[]string{"link", "--lanes", "x"}, fail.ExitSettings},
+		"a mistake in a command":           {[]string{"run", "--nonsense"}, fail.ExitUsage},
+		"a mistake in the name of serve":   {[]string{"serv"}, fail.ExitUsage},
+		"an argument of another's command": {[]string{"version", "serve"}, fail.ExitUsage},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := program(t, "tensorferry", tc.args...)
@@ -317,39 +319,14 @@ func TestAServerGoesOnWhoeverReadsItsLog(t *testing.T) {
 			}, "lines to be dropped")
 			o.call() // so that it has something to say at its end
 			require.NoError(t, c.Process.Signal(syscall.SIGTERM))
-			require.Equal(t, exitFailure, o.ends())
+			require.Equal(t, fail.ExitFailure, o.ends())
 		})
 	}
 }
 
-func TestALogSaysHowManyLinesItLost(t *testing.T) {
-	testkit.Start(t)
-	w := &logWriter{lines: make(chan []byte, 2), ended: make(chan struct{})}
-	said := make(chan int64, 1)
-	for range 5 {
-		_, err := w.Write([]byte("x\n"))
-		require.NoError(t, err)
-	}
-	var to failing = 1
-	go w.write(&to, func(n int64) { said <- n })
-	require.EqualValues(t, 4, <-said, "three that found no room, and the first")
-	w.end()
-	<-w.ended
-}
-
-// failing is a writer that fails so often.
-type failing int
-
-func (f *failing) Write(p []byte) (int, error) {
-	if *f--; *f >= 0 {
-		return 0, errors.New("full")
-	}
-	return len(p), nil
-}
-
 func TestConnectionsFollowTheDescriptors(t *testing.T) {
 	for descriptors, want := range map[int]int{64: 32, 256: 128, 1024: 768, 4096: 3072, 65536: 49152} {
-		require.Equal(t, want, connectionsOf(descriptors), "%d", descriptors)
+		require.Equal(t, want, serve.ConnectionsOf(descriptors), "%d", descriptors)
 	}
 	testkit.Start(t)
 	o := &operated{t: t, cmd: program(t, "sh", "-c", "ulimit -n 256; exec tensorferry serve --listen 127.0.0.1:0 --metrics 127.0.0.1:0")}
@@ -460,7 +437,7 @@ func TestTheUnitOfTheDocsStarts(t *testing.T) {
 	}
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	require.Equal(t, strconv.Itoa(exitSettings), setting("RestartPreventExitStatus"))
+	require.Equal(t, strconv.Itoa(fail.ExitSettings), setting("RestartPreventExitStatus"))
 	line := strings.NewReplacer("/usr/local/bin/tensorferry", exe, "/var/lib/tensorferry", t.TempDir(), "127.0.0.1:50051", "127.0.0.1:0 --metrics off").Replace(setting("ExecStart"))
 	o := &operated{t: t, cmd: program(t, "sh", "-c", "ulimit -n "+setting("LimitNOFILE")+" || echo this machine does not allow that many descriptors >&2; exec "+line)}
 	o.cmd.Dir, o.cmd.Env, o.cmd.Stderr = "/", []string{"PATH=/usr/bin:/bin"}, o
@@ -500,6 +477,6 @@ func TestAServerSpeaksToClientsOfKPUTorch(t *testing.T) {
 	o = &operated{t: t, cmd: program(t, "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--kpu", "0.0.0.0:0")}
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
-	require.Equal(t, exitSettings, o.ends())
+	require.Equal(t, fail.ExitSettings, o.ends())
 	require.Contains(t, o.said(), "--kpu 0.0.0.0:0: other machines could connect")
 }

@@ -5,6 +5,10 @@ import (
 	"os"
 	"os/exec"
 	"testing"
+
+	"github.com/tensorferry/tensorferry/internal/cli/display"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
+	"github.com/tensorferry/tensorferry/internal/cli/files"
 )
 
 func TestAnInterruptedShowDoesNotWaitForItsInput(t *testing.T) {
@@ -29,7 +33,7 @@ func TestAnInterruptedShowDoesNotWaitForItsInput(t *testing.T) {
 		t.Fatal(err)
 	}
 	var exit *exec.ExitError
-	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != exitInterrupted {
+	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != fail.ExitInterrupted {
 		t.Errorf("ended with %v", err)
 	}
 }
@@ -41,7 +45,7 @@ func TestAHistogramIsDrawnFromNothingToTheMost(t *testing.T) {
 		"██":  {1 << 62, 1 << 62},
 		"":    nil,
 	} {
-		if got := columns(counts); got != text {
+		if got := display.Bars(counts); got != text {
 			t.Errorf("%v is drawn %q, want %q", counts, got, text)
 		}
 	}
@@ -51,17 +55,17 @@ func TestSizesAreForPeople(t *testing.T) {
 	for text, n := range map[string]int64{
 		"0 bytes": 0, "1023 bytes": 1023, "1.0 KiB": 1024, "1024.0 KiB": 1<<20 - 1, "1.0 MiB": 1 << 20, "2048.0 TiB": 1 << 51,
 	} {
-		if got := sizeText(n); got != text {
+		if got := display.Size(n); got != text {
 			t.Errorf("%d is %q, want %q", n, got, text)
 		}
 	}
 }
 
 func TestANameDoesNotReachTheTerminalAsACommand(t *testing.T) {
-	if got := plain("läyer 1.\x1b[2J\r\n"); got != "läyer 1.\uFFFD[2J\uFFFD\uFFFD" {
+	if got := display.Plain("läyer 1.\x1b[2J\r\n"); got != "läyer 1.\uFFFD[2J\uFFFD\uFFFD" {
 		t.Errorf("it is %q", got)
 	}
-	if got := shorten("encoder.layers.11.attention.weight"); got != "…ers.11.attention.weight" {
+	if got := files.Shorten("encoder.layers.11.attention.weight"); got != "…ers.11.attention.weight" {
 		t.Errorf("it is %q", got)
 	}
 }

@@ -84,6 +84,16 @@ var layers = map[string][]string{
 	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "tensor", "terms"},
 	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor", "terms"},
 
+	"internal/cli/display":  {"tensor"},
+	"internal/cli/fail":     {"client", "engine", "internal/cli/display", "store", "tensor"},
+	"internal/cli/files":    {"client", "internal/cli/display", "internal/cli/fail", "internal/torchsave", "tensor", "tensorfile"},
+	"internal/cli/settings": {"internal/cli/display", "internal/cli/fail"},
+	"internal/cli/moving":   {"client", "client/retry", "codec", "identity", "internal/cli/display", "internal/cli/fail", "internal/cli/files", "internal/glob", "store", "tensor", "tensorfile"},
+	"internal/cli/looking":  {"client", "codec", "engine", "internal/cli/display", "internal/cli/fail", "internal/cli/files", "internal/cli/moving", "internal/elements", "tensor", "tensorfile"},
+	"internal/cli/serve":    {anything},
+	"internal/cli/demo":     {anything},
+	"internal/cli/verbs":    {anything},
+
 	"internal/stress/known":    {"client", "internal/bench", "tensor"},
 	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},
 	"internal/stress/restarts": {"client", "client/retry", "engine", "engine/cpu", "internal/bench", "internal/proc", "server", "tensor"},
@@ -194,17 +204,17 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench/kinds", "internal/stress/...", "client", "server", "compat/...", "cmd/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench/kinds", "internal/stress/...", "internal/cli/...", "client", "server", "compat/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
 		"google.golang.org/grpc/codes",
-		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/stress/...", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/stress/...", "internal/cli/..."},
 		"errors meet gRPC's codes in one file; a client's error shows its code to the caller",
 	},
 	{
 		"google.golang.org/grpc/status",
-		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/stress/...", "cmd/..."},
+		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/stress/...", "internal/cli/..."},
 		"errors become a gRPC status in one file",
 	},
 	{
@@ -227,6 +237,7 @@ var rules = []struct {
 		[]string{"server/intercept.go"},
 		"what every RPC goes through is in one file",
 	},
+	{"github.com/spf13/cobra/...", []string{"internal/cli/verbs", "cmd/tensorferry/bench.go"}, "one package makes commands; what they do is called like any other function"},
 	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},

@@ -1,0 +1,299 @@
+package serve
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/pflag"
+
+	"github.com/tensorferry/tensorferry/compat/kpu"
+	"github.com/tensorferry/tensorferry/compat/splitlearn"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/identity"
+	"github.com/tensorferry/tensorferry/internal/cli/fail"
+	"github.com/tensorferry/tensorferry/internal/cli/files"
+	"github.com/tensorferry/tensorferry/internal/cli/settings"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/terms"
+)
+
+// BBRText is the help of --bbr.
+const BBRText = "send by the congestion control BBR, which stands losses;\nthe kernel must allow it"
+
+// What settings mean, and their bounds.
+const (
+	DefaultListen  = "127.0.0.1:50051"
+	defaultMetrics = "127.0.0.1:9464"
+	off            = "off" // an address without a listener
+	// leastMemory is the minimum of --memory: four of the largest chunks, so that a call can
+	// have an input and a result, each with one chunk in transit.
+	leastMemory = 4 * frame.ChunkBytesCeiling
+	// storeMemory is --store without a folder. The store then uses 1/storeShare of --memory,
+	// in addition to --memory.
+	storeMemory = "memory"
+	storeShare  = 4
+	evictLRU    = ",evict=lru" // may follow storeMemory, and its size
+	LogJSON     = "json"       // of --log-format
+	// keptDescriptors are not for connections, or a quarter of all if that is more: metrics and
+	// probes have 64 connections each, 32 more are refused at a time, and the rest is for the
+	// files of the store and the processes of models.
+	keptDescriptors = 256
+	// leastStore is the minimum of --store memory:SIZE, enough for a few hundred small
+	// tensors. Each takes whole pages, so a size with a forgotten unit would hold none.
+	leastStore = 1 << 20
+)
+
+// Config is the configuration of serve, from its flags or as configure says.
+type Config struct {
+	server                        server.Config // serve sets the fields without flags
+	Engines                       engineConfig
+	listen, metrics, health       string
+	splitlearn, splitlearnModel   string
+	insecure, pprof, verbose, bbr bool
+	roles                         string // a file
+	secrets                       identity.ServerFiles
+	store                         storeFlag
+	files                         []string // [name=]folder
+	logFormat, logLevel           string
+	drain                         time.Duration
+	lanes                         int
+	Services                      []string // variables that were ignored
+	kpu                           string   // an address
+	kpuConfig                     kpu.Config
+}
+
+// Flags declares every setting: its name, default, range and meaning.
+func (c *Config) Flags(f *pflag.FlagSet) {
+	f.SortFlags = false
+	f.StringVar(&c.listen, "listen", DefaultListen, "`address` to listen on:\nhost:port or unix:/path")
+	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
+	f.StringVar(&c.health, "health-listen", off, "`address` of gRPC health and /healthz for probes, which\nneed neither TLS nor a token, or off")
+	f.StringVar(&c.kpu, "kpu", off, "`address` of the service of kpu.torch, for its clients,\nor off")
+	f.StringVar(&c.kpuConfig.Model, "kpu-model", kpu.DefaultModel, "the model `name` that their StreamTensors runs")
+	f.StringVar(&c.kpuConfig.Source, "kpu-source", kpu.DefaultSource, "the `name` of the source, or else of the stored tensor,\nthat their SendTensors sends")
+	f.StringVar(&c.splitlearn, "splitlearn", off, "`address` of the service of SplitLearnComm, for its clients,\nor off")
+	f.StringVar(&c.splitlearnModel, "splitlearn-model", "", "the model `name` that they call when they name none")
+	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
+	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
+	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
+	f.StringVar(&c.secrets.Tokens, "token-file", "", "`file` with a client's name and token on each line;\nclients then need a token or a certificate")
+	f.StringVar(&c.roles, "roles", "", "`file` with a line per client that says what it may do;\nothers may do nothing")
+	f.BoolVar(&c.insecure, "insecure", false, "accept other machines without encryption or authentication")
+	f.StringVar(&c.Engines.engine, "engine", AutoEngine, "`where` models run: cpu, a device such as cuda:0,\nor auto for cuda:0 if it works, else cpu")
+	f.StringArrayVar(&c.Engines.models, "model", nil, "serve the model in [name=]`folder`[@engine]; repeatable")
+	f.BoolVar(&c.Engines.demo, "demo", false, "also serve the model that tensorferry demo --server needs")
+	f.BoolVar(&c.Engines.slow, "slow", false, "also serve the model slow, which answers after its\nparameter delay, to test timeouts")
+	settings.Size(f, &c.Engines.memory, "memory", 0, leastMemory, 1<<62, "memory limit for tensors in `bytes`, at least 16MiB\n(default a quarter of the process's memory)")
+	settings.Size(f, &c.Engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")
+	f.StringVar(&c.Engines.driver, "cuda-driver", "", "NVIDIA driver library `file`\n(default the system's libcuda.so.1)")
+	f.BoolVar(&c.Engines.exitOnLoss, "exit-on-device-loss", false, "when a device fails for good, stop as if interrupted and\nexit with 8, so that a supervisor starts a new process;\nmodels elsewhere stop too")
+	f.StringArrayVar(&c.Engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable")
+	settings.Count(f, &c.Engines.pythonProcesses, "python-processes", 1, "processes per Python model")
+	settings.Count(f, &c.Engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")
+	f.StringArrayVar(&c.Engines.train, "train", []string{}, "let clients train the Python model `name`, a torch module;\nrepeatable")
+	f.StringVar(&c.Engines.checkpoints, "checkpoint", "", "`folder` for checkpoints of the models that train,\nfrom which they go on")
+	settings.Count(f, &c.Engines.checkpointEvery, "checkpoint-every", 100, "steps between two checkpoints")
+	settings.Duration(f, &c.Engines.lease, "train-lease", 30*time.Second, 0, "how long a client that is cut off keeps others from training")
+	f.StringArrayVar(&c.Engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
+	settings.Count(f, &c.Engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
+	c.store.text = storeMemory
+	settings.Option(f, "store", "store", "`where` pushed tensors are stored: memory,\nmemory:2GiB (at least 1MiB) or a folder; with\nmemory:2GiB,evict=lru, a full store evicts the least\nrecently used tensors instead of refusing new ones", c.store.set, func() string { return c.store.text })
+	f.StringArrayVar(&c.files, "files", []string{}, "also let clients pull the model files below `[name=]folder`,\nwhich is never written to; repeatable")
+	f.BoolVar(&c.server.Reflection, "reflection", true, "serve gRPC reflection, which grpcurl needs")
+	f.BoolVar(&c.pprof, "pprof", false, "serve Go profiles at /debug/pprof/ on the metrics address")
+	settings.Choice(f, &c.logFormat, "log-format", "log `format`", "text", LogJSON)
+	settings.Choice(f, &c.logLevel, "log-level", "lowest log `level`", "info", "debug", "warn", "error")
+	f.BoolVarP(&c.verbose, "verbose", "v", false, "log every RPC; same as --log-level debug")
+	settings.Duration(f, &c.drain, "drain", server.DefaultDrainWait, 0, "how long a stopping server waits for open calls")
+
+	d := terms.DefaultLimits()
+	settings.Size(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
+	settings.Size(f, &c.server.Session.ChunkBytes, "max-chunk", d.ChunkBytes, 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
+	settings.Size(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session may send without credit")
+	settings.Size(f, &c.server.WindowBytes, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "flow-control window of a connection in `bytes`")
+	settings.Count(f, &c.server.Sessions, "max-sessions", server.DefaultSessions, "open sessions")
+	settings.Count(f, &c.server.QueuedCalls, "max-calls", server.DefaultQueuedCalls, "open calls in all sessions")
+	settings.Count(f, &c.server.Transfers, "max-transfers", server.DefaultTransfers, "open pushes and pulls")
+	settings.Size(f, &c.server.StoredBytes, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
+	settings.Count(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls per session")
+	settings.Count(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session may send at the same time")
+	settings.Count(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; further ones are closed")
+	settings.CountIn(f, &c.lanes, "lanes", server.DefaultLanes, 0, server.DefaultLanes, "extra connections per session for large tensors;\n0 for none")
+	f.BoolVar(&c.bbr, "bbr", false, BBRText)
+	settings.Count(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "open RPCs per connection")
+	settings.Count(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames per second and connection that carry\nless than 3 KiB and open nothing")
+	settings.Size(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "largest metadata of an RPC in `bytes`")
+	settings.Duration(f, &c.server.MemoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
+	settings.Duration(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may take to say hello")
+	settings.Duration(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "cancel a call that moves no chunk for this long")
+	settings.Duration(f, &c.server.Session.InputIdle, "input-idle", d.InputIdle, time.Millisecond, "the same, while the client reports that its own input\nor output is idle")
+	settings.Duration(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "close a session that has no call for this long")
+	settings.Duration(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long the handshake of a connection may take")
+	settings.Duration(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that is silent for this long")
+	settings.Duration(f, &c.server.KeepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "how long its answer may take")
+	settings.Duration(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "minimum time between a client's own pings")
+}
+
+// storeFlag says where pushed tensors are stored.
+type storeFlag struct {
+	text   string // as set takes it
+	folder string // empty: in memory
+	bytes  int64  // limit in memory; 0 is the default
+	evicts bool
+}
+
+// set parses memory or memory:SIZE, perhaps with evictLRU, or a folder.
+func (s *storeFlag) set(text string) error {
+	where, evicts := strings.CutSuffix(text, evictLRU)
+	size, inMemory := strings.CutPrefix(where, storeMemory+":")
+	switch {
+	case text == "":
+		return errors.New("use memory, memory:2GiB or a folder")
+	case where == storeMemory:
+		*s = storeFlag{text: text, evicts: evicts}
+		return nil
+	case !inMemory && evicts:
+		return fmt.Errorf("a folder evicts nothing; use memory:2GiB%s", evictLRU)
+	case !inMemory && strings.HasPrefix(text, storeMemory) && !strings.Contains(text, "/"):
+		return fmt.Errorf("use memory:2GiB; a folder of that name is ./%s", text)
+	case !inMemory:
+		*s = storeFlag{text: text, folder: text}
+		return nil
+	case strings.Contains(size, ","):
+		return fmt.Errorf("only %s may follow the size", evictLRU)
+	}
+	n, err := settings.ParseSize(size)
+	if err != nil {
+		return err
+	}
+	if n < leastStore {
+		return fmt.Errorf("use at least %s, or %s", settings.FormatSize(leastStore), storeMemory)
+	}
+	*s = storeFlag{text: text, bytes: n, evicts: evicts}
+	return nil
+}
+
+// open opens the store. A store in memory takes its slabs from h. Without a size, its
+// limit is a share of h's budget, in addition to that budget.
+func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
+	if s.folder != "" {
+		d, err := store.OpenDir(s.folder, store.FolderConfig{Log: log})
+		return d, fail.Lasting(err)
+	}
+	_, _, memory := h.Budget().Used()
+	bytes := cmp.Or(s.bytes, memory/storeShare)
+	if s.evicts {
+		return store.NewCache(h.Pool(), bytes), nil
+	}
+	return store.NewMemory(h.Pool(), bytes), nil
+}
+
+// besideFiles adds the model files of folders to a store. It closes the store on failure.
+func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
+	var all []*store.Files
+	var names []string
+	for _, text := range folders {
+		name, folder := files.NameOf(text)
+		if slices.Contains(names, name) {
+			err := fail.Usage("--files %s: another folder has the name %q; use --files NAME=FOLDER", text, name)
+			return nil, errors.Join(err, store.Beside(s, all...).Close())
+		}
+		names = append(names, name)
+		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
+		if err != nil {
+			return nil, errors.Join(fail.Mistake(fmt.Errorf("--files %s: %w", text, err)), store.Beside(s, all...).Close())
+		}
+		all = append(all, f)
+	}
+	return store.Beside(s, all...), nil
+}
+
+// Child is the configuration of a server that another process has started for itself.
+func (c *Config) Child() { c.metrics, c.logLevel = off, "warn" }
+
+func (c *Config) dropIns() []dropIn {
+	return []dropIn{
+		{"kpu", c.kpu, "kpu.torch", c.kpuConfig.Model, c.kpuConfig.Service},
+		{"splitlearn", c.splitlearn, "SplitLearnComm", c.splitlearnModel, func(l net.Listener) server.Service { return splitlearn.New(l, c.splitlearnModel) }},
+	}
+}
+
+// openDropIns opens their listeners, for models that there are.
+func (c *Config) openDropIns(models *engine.Registry, log *slog.Logger) (all []server.Service, err error) {
+	for _, f := range c.dropIns() {
+		var l net.Listener
+		switch {
+		case err != nil || f.address == off:
+			continue
+		case f.model == "":
+			err = fail.Usage("--%s needs --%[1]s-model, the model that its clients call", f.flag)
+		case !slices.ContainsFunc(models.Infos(), func(i engine.Info) bool { return i.Name == f.model }):
+			err = fail.Usage("--%s-model %s: no such model; add it with --model or --python", f.flag, f.model)
+		default:
+			l, err = listen(f.flag, f.address, c.bbr)
+		}
+		if err == nil {
+			all = append(all, f.service(l))
+			log.Info("listening for clients of another system", slog.String("system", f.system), slog.String("address", addressOf(l)), slog.String("model", f.model))
+		}
+	}
+	if err != nil {
+		for _, svc := range all {
+			_ = svc.Listener.Close()
+		}
+	}
+	return all, err
+}
+
+// identity reads the files that secure the server. It returns nil if there are none.
+func (c *Config) identity(log *slog.Logger) (*identity.Server, error) {
+	switch {
+	case c.secrets == identity.ServerFiles{}:
+		return nil, nil
+	case c.secrets.Cert == "" || c.secrets.Key == "":
+		return nil, fail.Usage("use --tls-cert and --tls-key together; --tls-client-ca and --token-file need both, because a token must not be sent unencrypted")
+	}
+	id, err := identity.NewServer(c.secrets, log)
+	if err != nil {
+		return nil, fail.Mistake(fail.Hinted(err, "tensorferry cert creates certificates to try out"))
+	}
+	return id, nil
+}
+
+// readRoles reads the file of --roles. It returns nil if there is none.
+func (c *Config) readRoles(id *identity.Server, log *slog.Logger) (*roles, error) {
+	if c.roles == "" {
+		return nil, nil
+	}
+	if id == nil || id.Open() {
+		return nil, fail.Usage("--roles %s: without --token-file or --tls-client-ca the server does not know who a client is", c.roles)
+	}
+	r, err := readRoles(c.roles, log)
+	if err != nil {
+		return nil, fail.Usage("--roles: %w", err)
+	}
+	return r, nil
+}
+
+// mayOpen rejects an unsecured listener that other machines can reach, unless --insecure.
+func (c *Config) mayOpen(flag, address string, id *identity.Server) error {
+	switch {
+	case c.insecure || !exposed(address):
+		return nil
+	case id == nil:
+		return fail.Usage("--%s %s: other machines could connect without encryption; use --tls-cert and --tls-key (tensorferry cert creates them) with --token-file or --tls-client-ca, or --insecure to allow it", flag, address)
+	case id.Open():
+		return fail.Usage("--%s %s: other machines could connect without authentication; use --token-file or --tls-client-ca, or --insecure to allow it", flag, address)
+	}
+	return nil
+}
