@@ -11,6 +11,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -32,28 +33,28 @@ func (h *Hello) Check() *Error {
 // that this side accepts, in bytes, and returns how the tensor is cut. An error is the
 // tensor's alone; its text begins with the tensor.
 func (d *Desc) Check(chunkBytes uint32, tensorBytes int64) (tensor.Geometry, *Error) {
-	fail := func(code Code, format string, args ...any) (tensor.Geometry, *Error) {
-		return tensor.Geometry{}, Errorf(code, "tensor "+d.Tensor.String()+": "+format, args...)
+	fail := func(r reason.Reason, format string, args ...any) (tensor.Geometry, *Error) {
+		return tensor.Geometry{}, Because(r, "tensor "+d.Tensor.String()+": "+format, args...)
 	}
 	size, err := d.Bytes()
 	switch {
 	case errors.Is(err, tensor.ErrTooLarge):
-		return fail(ResourceExhausted, "%v", err)
+		return fail(reason.TooLarge, "%v", err)
 	case err != nil:
-		return fail(InvalidArgument, "%v", err)
+		return fail("INVALID_ARGUMENT", "%v", err)
 	case uint64(size) != d.SizeBytes:
-		return fail(InvalidArgument, "size_bytes is %d, but %v makes %d", d.SizeBytes, d.Desc, size)
+		return fail("INVALID_ARGUMENT", "size_bytes is %d, but %v makes %d", d.SizeBytes, d.Desc, size)
 	case size > tensorBytes:
-		return fail(ResourceExhausted, "%d bytes, the limit of a tensor is %d", size, tensorBytes)
+		return fail(reason.TooLarge, "%d bytes, the limit of a tensor is %d", size, tensorBytes)
 	case d.ChunkBytes < 1 || d.ChunkBytes > chunkBytes:
-		return fail(InvalidArgument, "chunk_bytes is %d; it must be 1 to %d", d.ChunkBytes, chunkBytes)
+		return fail("INVALID_ARGUMENT", "chunk_bytes is %d; it must be 1 to %d", d.ChunkBytes, chunkBytes)
 	}
 	geo, err := tensor.NewGeometry(size, int64(d.ChunkBytes))
 	if err != nil { // too many chunks: the rest was checked
-		return fail(ResourceExhausted, "%v", err)
+		return fail(reason.TooLarge, "%v", err)
 	}
 	if problem := d.CheckTexts(); problem != "" {
-		return fail(InvalidArgument, "%s", problem)
+		return fail("INVALID_ARGUMENT", "%s", problem)
 	}
 	return geo, nil
 }

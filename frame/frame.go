@@ -9,8 +9,10 @@ package frame
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -176,6 +178,7 @@ type Failure struct {
 	Tensor  tensor.ID
 	Code    Code
 	Message string
+	Reason  reason.Reason // may be empty
 }
 
 // Done ends a call.
@@ -187,6 +190,7 @@ type Done struct {
 	Timings          Timings
 	RetryAfterMillis uint32
 	Refused          bool // nothing of the call was run
+	Reason           reason.Reason
 }
 
 // Timings of a call on the server, in nanoseconds.
@@ -207,6 +211,7 @@ type Summary struct {
 	Call             tensor.ID // zero outside a session
 	Evicted          uint32    // tensors that the store evicted to make room for this one
 	EvictedBytes     uint64    // of those
+	Reason           reason.Reason
 }
 
 // Drain says that the sender opens nothing new.
@@ -281,15 +286,30 @@ func (f *Failure) Why() Code {
 	return f.Code.Known()
 }
 
+// CodeOf returns the code of a reason.
+func CodeOf(r reason.Reason) Code {
+	return Code(max(0, slices.Index(names[:], string(reason.Find(r, "").Code))))
+}
+
 // Error is what a peer did wrong, or why it is refused, with the code that it is told.
 type Error struct {
-	Code Code
-	Text string
+	Code   Code
+	Text   string
+	Reason reason.Reason // empty if the code says it all
 }
 
 // Errorf makes an Error of a code and a formatted text.
 func Errorf(code Code, format string, args ...any) *Error {
-	return &Error{code, fmt.Sprintf(format, args...)}
+	return &Error{Code: code, Text: fmt.Sprintf(format, args...)}
+}
+
+// Because makes an Error of a reason, whose code it has, and a formatted text.
+func Because(r reason.Reason, format string, args ...any) *Error {
+	e := &Error{CodeOf(r), fmt.Sprintf(format, args...), r}
+	if string(r) == e.Code.String() {
+		e.Reason = ""
+	}
+	return e
 }
 
 // Error returns the text.

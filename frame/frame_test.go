@@ -7,6 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -105,5 +106,17 @@ func TestAnAcknowledgementSaysWhatIsWrongWithItsRanges(t *testing.T) {
 		problem := a.Check()
 		require.Contains(t, problem, want, n)
 		require.Equal(t, want == "", problem == "", n)
+	}
+}
+
+func TestEachReasonHasTheCodeOfItsRow(t *testing.T) {
+	for _, r := range reason.Table {
+		require.Equal(t, string(r.Code), CodeOf(r.Reason).String(), r.Reason)
+		e := Because(r.Reason, "a %s", "text")
+		require.Equal(t, r.Reason, reason.Find(e.Reason, e.Code.String()).Reason)
+		require.Equal(t, r.Reason == r.Code, e.Reason == "", "a code needs no reason")
+	}
+	for code := Cancelled; int(code) < len(names); code++ {
+		require.Equal(t, code.String(), string(reason.Find("", code.String()).Reason), "each code has a row")
 	}
 }

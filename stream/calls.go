@@ -91,7 +91,12 @@ func (c *calls) end(k *call, on lifecycle.Cause, d frame.Done) {
 
 // giveUp fails a call for a reason other than its own done.
 func (c *calls) giveUp(k *call, code frame.Code, text string) {
-	c.end(k, lifecycle.GivenUp, frame.Done{Code: code, Message: text})
+	c.failed(k, &frame.Error{Code: code, Text: text})
+}
+
+// failed is giveUp for an error.
+func (c *calls) failed(k *call, why *frame.Error) {
+	c.end(k, lifecycle.GivenUp, frame.Done{Code: why.Code, Message: why.Text, Reason: why.Reason})
 }
 
 // move changes the state of a call according to its side's table, and does what the new
@@ -139,7 +144,7 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	c.in.dropAll(k)
 	// On a server nobody works for a call before it runs; on a client a done is enough.
 	if from < lifecycle.DoneSent && (c.cfg.Server && from > lifecycle.Opening || !c.cfg.Server && on >= lifecycle.GivenUp) {
-		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message})
+		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message, Reason: k.done.Reason})
 	}
 	switch {
 	case c.cfg.Server:
@@ -215,7 +220,7 @@ func (c *calls) close(k *call) {
 		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
 		c.most = 0
 	}
-	e := Event{Kind: EventClosed, Call: k.part.ID, Part: &k.part, Code: k.done.Code, Text: k.done.Message}
+	e := Event{Kind: EventClosed, Call: k.part.ID, Part: &k.part, Code: k.done.Code, Text: k.done.Message, Reason: k.done.Reason}
 	if !c.cfg.Server {
 		e.Done = &k.done
 	}
@@ -315,7 +320,7 @@ func (c *calls) addDones(p *flow.Parcel) {
 	for len(c.answers) > 0 && p.Room(len(p.Dones)) && len(p.Summaries) == 0 { // which are read after dones
 		k := flow.Pop(&c.answers, 0)
 		p.Dones = append(p.Dones, k.done)
-		p.Bytes += len(k.done.Message) + 128
+		p.Bytes += len(k.done.Message) + len(k.done.Reason) + 128
 		c.waiting -= len(k.done.Message)
 		c.move(k, lifecycle.Answered)
 	}

@@ -197,7 +197,7 @@ func (m *Machine) failurePart(now Instant, p frame.Failure) {
 	case k.part.Stored() && in != nil && in.Asm.Whole(): // late
 		return
 	case k.part.Stored() && !m.cfg.Server: // the peer does not know it any more, and sends no Summary
-		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message})
+		m.summaryPart(now, &frame.Summary{Call: k.part.ID, Tensor: p.Tensor, Code: p.Why(), Message: "given up by the server: " + p.Message, Reason: p.Reason})
 		return
 	case out != nil && !k.part.Stored():
 		m.out.drop(out)
@@ -237,5 +237,5 @@ func (m *Machine) unknown(id tensor.ID) {
 // refuse gives up, once, a tensor that has no state here: its later frames are late.
 func (m *Machine) refuse(id tensor.ID, code frame.Code, text string) {
 	m.tombstones.Add(id)
-	m.sayFailed(id, code, text)
+	m.sayFailed(id, &frame.Error{Code: code, Text: text})
 }

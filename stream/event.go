@@ -4,6 +4,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/recent"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -60,6 +61,7 @@ type Event struct {
 	Off     int64
 	Code    frame.Code
 	Text    string
+	Reason  reason.Reason
 
 	done   func(filled bool) // set if memory is to be returned; such an event is not handed out
 	filled bool
@@ -101,9 +103,9 @@ func (t *transfer) touch(now Instant) { t.last, t.call.last = now, now }
 func (s *shared) tell(e Event) { s.events = append(s.events, e) }
 
 // sayFailed tells the peer that a tensor was given up.
-func (s *shared) sayFailed(id tensor.ID, code frame.Code, text string) {
-	s.failures = append(s.failures, frame.Failure{Tensor: id, Code: code, Message: text})
-	s.waiting += len(text)
+func (s *shared) sayFailed(id tensor.ID, why *frame.Error) {
+	s.failures = append(s.failures, frame.Failure{Tensor: id, Code: why.Code, Message: why.Text, Reason: why.Reason})
+	s.waiting += len(why.Text)
 }
 
 // Event returns the next event, and first runs the done functions of memory that was

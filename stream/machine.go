@@ -116,7 +116,7 @@ func (m *Machine) Finish(d frame.Done) {
 		}
 		m.calls.end(k, lifecycle.EndOf(d.Code), d)
 	case d.Code != frame.OK:
-		m.calls.giveUp(k, d.Code, d.Message)
+		m.calls.failed(k, &frame.Error{Code: d.Code, Text: d.Message, Reason: d.Reason})
 	}
 }
 
@@ -189,16 +189,16 @@ func (m *Machine) Close(code frame.Code, text string) {
 // a get is ended by its holder (server), or lost to it (client).
 func (m *Machine) fail(d *frame.Desc, k *call, why *frame.Error) {
 	if !k.part.Stored() || !m.cfg.Server {
-		m.sayFailed(d.Tensor, why.Code, why.Text)
+		m.sayFailed(d.Tensor, why)
 	}
 	if !k.part.Stored() {
-		m.calls.giveUp(k, why.Code, why.Text)
+		m.calls.failed(k, why)
 		return
 	}
 	if t := m.in.tensors[d.Tensor]; t != nil {
 		m.in.drop(t)
 	}
-	m.tell(Event{Kind: EventFailed, Call: k.part.ID, Tensor: d.Tensor, Desc: d, Code: why.Code, Text: why.Text})
+	m.tell(Event{Kind: EventFailed, Call: k.part.ID, Tensor: d.Tensor, Desc: d, Code: why.Code, Text: why.Text, Reason: why.Reason})
 	m.calls.advance(k)
 }
 

@@ -59,7 +59,7 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 	for len(m.failures) > 0 && p.Room(len(f.Failures)) {
 		x := flow.Pop(&m.failures, 0)
 		f.Failures = append(f.Failures, x)
-		p.Bytes += len(x.Message) + 64
+		p.Bytes += len(x.Message) + len(x.Reason) + 64
 		m.waiting -= len(x.Message)
 	}
 	// Otherwise the parts and a chunk might exceed a frame, or what opens a call come late.

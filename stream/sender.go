@@ -146,7 +146,7 @@ func (s *sender) addDescs(now Instant, p *flow.Parcel) {
 		t.touch(now)
 		s.count(t.call, 1)
 		if t.failed != nil {
-			s.sayFailed(t.Desc.Tensor, t.failed.Code, t.failed.Text)
+			s.sayFailed(t.Desc.Tensor, t.failed)
 		}
 		p.Descs = append(p.Descs, t.Desc)
 		p.Bytes += t.Desc.Cost()

@@ -105,7 +105,7 @@ func (m *Machine) addSummaries(p *flow.Parcel) {
 	for s := &m.out; len(s.summaries) > 0 && p.Room(len(p.Summaries)); {
 		q := flow.Pop(&s.summaries, 0)
 		p.Summaries = append(p.Summaries, q.Summary)
-		p.Bytes += len(q.Name) + len(q.Message) + summaryBytes
+		p.Bytes += len(q.Name) + len(q.Message) + len(q.Reason) + summaryBytes
 		m.waiting -= len(q.Message)
 		q.call.unsent--
 		m.tell(Event{Kind: EventSummed, Call: q.Call, Tensor: q.Tensor})
@@ -161,7 +161,7 @@ func (m *Machine) summaryPart(now Instant, p *frame.Summary) {
 	if t := m.in.tensors[p.Tensor]; t != nil && t.call == k {
 		lost := m.cfg.OneWay && p.Code == frame.OK && !t.Asm.Whole() // its chunks would have come before
 		if lost {
-			s.Code, s.Message = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.Asm.Below())
+			s.Code, s.Message, s.Reason = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.Asm.Below()), ""
 		}
 		if t.summed = true; lost || p.Code != frame.OK || t.Asm.Whole() && !t.Unchecked {
 			m.in.drop(t)
@@ -179,7 +179,7 @@ func (m *Machine) GiveUp(id tensor.ID, code frame.Code, text string) bool {
 		t.Chunks.Close()
 		t.failed = &frame.Error{Code: code, Text: text}
 		if t.Announced {
-			m.sayFailed(id, code, text)
+			m.sayFailed(id, t.failed)
 		}
 	}
 	return t != nil
@@ -200,7 +200,7 @@ func (m *Machine) lose(t *out, why *frame.Error) {
 		return
 	case q != nil: // its holder has said that it ends well
 		m.waiting += len(why.Text) - len(q.Message)
-		q.Summary = frame.Summary{Call: q.Call, Tensor: q.Tensor, Name: q.Name, SizeBytes: q.SizeBytes, Code: why.Code, Message: why.Text}
+		q.Summary = frame.Summary{Call: q.Call, Tensor: q.Tensor, Name: q.Name, SizeBytes: q.SizeBytes, Code: why.Code, Message: why.Text, Reason: why.Reason}
 		m.out.drop(t)
 		return
 	case m.cfg.Server:
@@ -208,7 +208,7 @@ func (m *Machine) lose(t *out, why *frame.Error) {
 	default:
 		m.GiveUp(t.Desc.Tensor, why.Code, why.Text)
 	}
-	m.tell(Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: t.Desc.Tensor, Desc: &t.Desc, Code: why.Code, Text: why.Text})
+	m.tell(Event{Kind: EventFailed, Call: t.call.part.ID, Tensor: t.Desc.Tensor, Desc: &t.Desc, Code: why.Code, Text: why.Text, Reason: why.Reason})
 	m.calls.advance(t.call)
 }
 

@@ -4,6 +4,7 @@ import (
 	"fmt"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -11,6 +12,7 @@ import (
 // handler of a service or Config.Authorize of a server, may return it.
 type RefusedError struct {
 	Code        frame.Code
+	Reason      reason.Reason // empty if the code says it all
 	Text        string
 	RetryMillis uint32 // when to try again; 0 if that does not help
 	Secret      bool   // the text omits a cause that belongs in the log
@@ -31,25 +33,26 @@ type Load struct {
 
 // Refuse (server) returns why a call is refused, or nil.
 func (c *Config) Refuse(p *frame.Call, l Load) *frame.Done {
-	no := func(code frame.Code, retry uint32, format string, args ...any) *frame.Done {
-		return &frame.Done{Code: code, RetryAfterMillis: retry, Message: fmt.Sprintf(format, args...), Refused: true}
+	no := func(r reason.Reason, retry uint32, format string, args ...any) *frame.Done {
+		why := frame.Because(r, format, args...)
+		return &frame.Done{Code: why.Code, RetryAfterMillis: retry, Message: why.Text, Refused: true, Reason: why.Reason}
 	}
 	full := c.Limits.Retain("call", Retained.OfCall(p), l.Retained)
 	switch problem := p.CheckContent(); {
 	case l.Draining:
-		return no(frame.Unavailable, 1000, "server is draining; use another one, or try again later")
+		return no(reason.Draining, 1000, "server is draining; use another one, or try again later")
 	case l.Undecided > c.Limits.OpenCalls:
-		return no(frame.ResourceExhausted, 100, "open calls: the limit of a session is %d; wait for one to end", c.Limits.OpenCalls)
+		return no(reason.Open, 100, "open calls: the limit of a session is %d; wait for one to end", c.Limits.OpenCalls)
 	case l.Calls > HeldCalls*c.Limits.OpenCalls:
-		return no(frame.ResourceExhausted, 100, "results of %d calls wait; acknowledge them", l.Calls-1)
+		return no(reason.Open, 100, "results of %d calls wait; acknowledge them", l.Calls-1)
 	case len(p.Inputs) > c.Limits.OpenTensors:
-		return no(frame.ResourceExhausted, 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), c.Limits.OpenTensors)
+		return no("RESOURCE_EXHAUSTED", 0, "call has %d inputs; open tensors are limited to %d", len(p.Inputs), c.Limits.OpenTensors)
 	case p.Stored() && !c.Stores:
-		return no(frame.FailedPrecondition, 0, "calls of this session are runs of models; use PushTensors or PullTensors")
+		return no("FAILED_PRECONDITION", 0, "calls of this session are runs of models; use PushTensors or PullTensors")
 	case problem != "":
-		return no(frame.InvalidArgument, 0, "%s", problem)
+		return no("INVALID_ARGUMENT", 0, "%s", problem)
 	case full != "":
-		return no(frame.ResourceExhausted, 100, "%s", full)
+		return no(reason.Open, 100, "%s", full)
 	}
 	return nil
 }
@@ -62,7 +65,7 @@ func (c *Config) Admit(p *frame.Desc, tensorBytes int64, l Load) (tensor.Geometr
 		return geo, bad
 	}
 	full := func(format string, args ...any) *frame.Error {
-		return frame.Errorf(frame.ResourceExhausted, "tensor "+p.Tensor.String()+": "+format, args...)
+		return frame.Because(reason.Open, "tensor "+p.Tensor.String()+": "+format, args...)
 	}
 	left := int64(c.Limits.AllowanceBytes) - l.Allowance
 	switch n := geo.Count(); {

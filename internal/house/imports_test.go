@@ -27,6 +27,7 @@ var layers = map[string][]string{
 	"internal/invariants":  {},
 	"internal/metrics":     {},
 	"internal/proc":        {},
+	"reason":               {},
 	"tensor":               {},
 
 	"chunker":            {"tensor"},
@@ -49,7 +50,7 @@ var layers = map[string][]string{
 	"engine/builtin":    {"engine", "tensor"},
 	"engine/enginetest": {"engine", "slab", "tensor"},
 	"engine/stack":      {"engine", "tensor", "tensorfile"},
-	"frame":             {"codec", "tensor"},
+	"frame":             {"codec", "reason", "tensor"},
 	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
 	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
 	"store/generate":    {"internal/minifloat", "tensor"},
@@ -58,13 +59,13 @@ var layers = map[string][]string{
 	"engine/worker":      {"engine", "engine/blocks", "internal/link", "internal/proc", "slab", "tensor"},
 	"engine/cuda":        {"engine", "engine/blocks", "engine/builtin", "engine/cuda/kernels", "engine/stack", "slab", "tensor"},
 	"internal/lane":      {"codec", "frame", "tensor"},
-	"internal/wire":      {"api/tensorferry/v1", "frame", "slab", "tensor"},
+	"internal/wire":      {"api/tensorferry/v1", "frame", "reason", "slab", "tensor"},
 	"internal/inbound":   {"internal/wire"},
 	"store/storetest":    {"codec", "store", "tensor"},
 	"internal/lifecycle": {"frame", "internal/invariants"},
-	"terms":              {"assembler", "codec", "frame", "tensor"},
+	"terms":              {"assembler", "codec", "frame", "reason", "tensor"},
 	"internal/flow":      {"assembler", "chunker", "frame", "tensor", "terms"},
-	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "tensor", "terms"},
+	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "reason", "tensor", "terms"},
 
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
@@ -266,7 +267,7 @@ func TestOutsidePackagesAreImportedWhereTheyBelong(t *testing.T) {
 // pure packages have neither I/O nor a clock, so that a test or a fuzzer runs
 // them exactly as a server does.
 var (
-	pure   = []string{"tensor", "slab", "codec", "frame", "chunker", "assembler", "internal/lifecycle", "terms", "internal/flow", "stream"}
+	pure   = []string{"tensor", "slab", "codec", "reason", "frame", "chunker", "assembler", "internal/lifecycle", "terms", "internal/flow", "stream"}
 	impure = []string{"net/...", "os/...", "log/...", "time"}
 )
 

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -358,6 +359,13 @@ func (c *coder) text(field protowire.Number, name string, s *string) {
 		s = &sent
 	}
 	c.name(field, name, s)
+}
+
+// reason walks over a reason; a text that is not one is none.
+func (c *coder) reason(field protowire.Number, r *reason.Reason) {
+	text := string(reason.Parse(string(*r)))
+	c.name(field, "reason", &text)
+	*r = reason.Parse(text)
 }
 
 // Text returns what goes over the wire of a text that people read: UTF-8, and no more

@@ -16,6 +16,7 @@ import (
 
 	tensorferryv1 "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -169,10 +170,15 @@ func holds(m protoreflect.Message) bool {
 		if len(p.Inputs) > MaxBindings {
 			return false
 		}
+	case *tensorferryv1.Failure:
+		p.Reason = string(reason.Parse(p.Reason))
+	case *tensorferryv1.Summary:
+		p.Reason = string(reason.Parse(p.Reason))
 	case *tensorferryv1.Done:
 		if len(p.Outputs) > MaxBindings {
 			return false
 		}
+		p.Reason = string(reason.Parse(p.Reason))
 		if proto.Equal(p.Timings, &tensorferryv1.Timings{}) {
 			p.Timings = nil
 		}
@@ -301,10 +307,10 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		pb.Cancels = append(pb.Cancels, &tensorferryv1.Cancel{CallId: id[:]})
 	}
 	for _, p := range f.Failures {
-		pb.Failures = append(pb.Failures, &tensorferryv1.Failure{TensorId: p.Tensor[:], Code: uint32(p.Code), Message: p.Message})
+		pb.Failures = append(pb.Failures, &tensorferryv1.Failure{TensorId: p.Tensor[:], Code: uint32(p.Code), Message: p.Message, Reason: string(p.Reason)})
 	}
 	for _, d := range f.Dones {
-		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis, Refused: d.Refused}
+		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis, Refused: d.Refused, Reason: string(d.Reason)}
 		for _, out := range d.Outputs {
 			p.Outputs = append(p.Outputs, &tensorferryv1.Output{Port: out.Port, TensorId: out.Tensor[:]})
 		}
@@ -323,7 +329,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		p := &tensorferryv1.Summary{
 			TensorId: s.Tensor[:], Name: s.Name, Code: uint32(s.Code), Message: s.Message,
 			SizeBytes: s.SizeBytes, Durable: s.Durable, RetryAfterMillis: s.RetryAfterMillis,
-			Evicted: s.Evicted, EvictedBytes: s.EvictedBytes,
+			Evicted: s.Evicted, EvictedBytes: s.EvictedBytes, Reason: string(s.Reason),
 		}
 		if !s.Digest.IsZero() {
 			p.Digest = s.Digest[:]

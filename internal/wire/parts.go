@@ -121,6 +121,7 @@ func (c *coder) failure(f *frame.Failure) {
 	c.id(1, "tensor_id", &f.Tensor)
 	number(c, 2, &f.Code)
 	c.text(3, "message", &f.Message)
+	c.reason(4, &f.Reason)
 }
 
 func (c *coder) done(d *frame.Done) {
@@ -133,6 +134,7 @@ func (c *coder) done(d *frame.Done) {
 	}
 	number(c, 6, &d.RetryAfterMillis)
 	c.flag(7, &d.Refused)
+	c.reason(8, &d.Reason)
 }
 
 func (c *coder) timings(t *frame.Timings) {
@@ -164,6 +166,7 @@ func (c *coder) summary(s *frame.Summary) {
 	c.idOrNone(9, "call_id", &s.Call) // outside a session it belongs to no call
 	number(c, 10, &s.Evicted)
 	number(c, 11, &s.EvictedBytes)
+	c.reason(12, &s.Reason)
 }
 
 func (c *coder) chunk(v *frame.Chunk) {

@@ -151,6 +151,15 @@ func vectors() []vector {
 	msg("done-refused", "ok", "a call of which nothing was run", &F{Dones: []*tensorferryv1.Done{{
 		CallId: idCall, Code: 14, Message: "server is draining; use another one, or try again later", RetryAfterMillis: 1000, Refused: true,
 	}}})
+	msg("done-reason", "ok", "a call that failed for a reason of docs/errors.md", &F{Dones: []*tensorferryv1.Done{{
+		CallId: idCall, Code: 14, Message: "server is draining", RetryAfterMillis: 1000, Refused: true, Reason: "SERVER_DRAINING",
+	}}})
+	msg("failure-reason", "ok", "a tensor that failed for one", &F{Failures: []*tensorferryv1.Failure{{
+		TensorId: idTensor, Code: 8, Message: "larger than the server takes", Reason: "TENSOR_TOO_LARGE",
+	}}})
+	msg("summary-reason", "ok", "a tensor of a put that failed for one", &F{Summaries: []*tensorferryv1.Summary{{
+		TensorId: idTensor, Name: "model/weight", SizeBytes: 8, Code: 8, Message: "the store is full", RetryAfterMillis: 1000, CallId: idCall, Reason: "STORE_FULL",
+	}}})
 	msg("drain", "ok", "finish what is open, open nothing new", &F{Drain: &tensorferryv1.Drain{Reason: "the server restarts"}})
 	for _, n := range []int{0, 1, 1023, 1024, 1025, 16383, 16384, 16385} {
 		msg(fmt.Sprintf("chunk-%05d", n), "ok", fmt.Sprintf("a chunk of %d bytes: around no payload, gRPC's 1 KiB pooling threshold and HTTP/2's 16 KiB frames", n), &F{Chunk: chunk(n)})

@@ -22,6 +22,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -211,9 +212,9 @@ func full(m protoreflect.MessageDescriptor) (b []byte) {
 		case protoreflect.MessageKind: // or an entry of a map
 			b = protowire.AppendBytes(protowire.AppendTag(b, f.Number(), protowire.BytesType), full(f.Message()))
 		case protoreflect.BytesKind, protoreflect.StringKind:
-			v := bytes.Repeat([]byte("x"), len(tensor.ID{}))
+			v := bytes.Repeat([]byte("X"), len(tensor.ID{}))
 			if f.Name() == "lane_token" {
-				v = bytes.Repeat([]byte("x"), len(frame.LaneToken{}))
+				v = bytes.Repeat([]byte("X"), len(frame.LaneToken{}))
 			}
 			b = protowire.AppendBytes(protowire.AppendTag(b, f.Number(), protowire.BytesType), v)
 		case protoreflect.Fixed32Kind:
@@ -223,6 +224,23 @@ func full(m protoreflect.MessageDescriptor) (b []byte) {
 		}
 	}
 	return b
+}
+
+func TestAReasonIsOneOrNone(t *testing.T) {
+	testkit.Start(t)
+	long := reason.Reason(strings.Repeat("X", reason.Bytes+1))
+	for given, want := range map[reason.Reason]reason.Reason{"": "", "STORE_FULL": "STORE_FULL", "OF_A_NEWER_PEER_2": "OF_A_NEWER_PEER_2", "a text": "", "A-B": "", long[1:]: long[1:], long: ""} {
+		sent := encode(t, &frame.Frame{Failures: []frame.Failure{{Tensor: tensorA, Reason: given}}})
+		came, err := proto.Marshal(&pb.Frame{Failures: []*pb.Failure{{TensorId: tensorA[:], Reason: string(given)}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for what, b := range map[string][]byte{"sent": sent, "read": came} {
+			if d := decode(t, b); d.err != nil || d.frame.Failures[0].Reason != want {
+				t.Fatalf("%q, %s, became %q: %v", given, what, d.frame.Failures[0].Reason, d.err)
+			}
+		}
+	}
 }
 
 func TestTextForPeopleIsMadeToFit(t *testing.T) {

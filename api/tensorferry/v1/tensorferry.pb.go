@@ -1186,7 +1186,10 @@ type Failure struct {
 	// A gRPC status code, not OK.
 	Code uint32 `protobuf:"varint,2,opt,name=code,proto3" json:"code,omitempty"`
 	// What, why, what to do.
-	Message       string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
+	Message string `protobuf:"bytes,3,opt,name=message,proto3" json:"message,omitempty"`
+	// Why, for programs: a reason of docs/errors.md, at most 63 of A-Z, 0-9 and _. Empty if
+	// the code says it all.
+	Reason        string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1242,6 +1245,13 @@ func (x *Failure) GetMessage() string {
 	return ""
 }
 
+func (x *Failure) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // Done ends a call, exactly once, whatever happened to it.
 type Done struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1258,7 +1268,9 @@ type Done struct {
 	// How long to wait before another try, in milliseconds; 0 if waiting does not help.
 	RetryAfterMillis uint32 `protobuf:"varint,6,opt,name=retry_after_millis,json=retryAfterMillis,proto3" json:"retry_after_millis,omitempty"`
 	// Nothing of the call was run: it can be repeated.
-	Refused       bool `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"`
+	Refused bool `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"`
+	// As in Failure.
+	Reason        string `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1340,6 +1352,13 @@ func (x *Done) GetRefused() bool {
 		return x.Refused
 	}
 	return false
+}
+
+func (x *Done) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
 }
 
 // Output names a result of a call.
@@ -1649,7 +1668,9 @@ type Summary struct {
 	// Push: how many other tensors the store evicted to make room for this one, which are gone.
 	Evicted uint32 `protobuf:"varint,10,opt,name=evicted,proto3" json:"evicted,omitempty"`
 	// Their bytes.
-	EvictedBytes  uint64 `protobuf:"varint,11,opt,name=evicted_bytes,json=evictedBytes,proto3" json:"evicted_bytes,omitempty"`
+	EvictedBytes uint64 `protobuf:"varint,11,opt,name=evicted_bytes,json=evictedBytes,proto3" json:"evicted_bytes,omitempty"`
+	// As in Failure.
+	Reason        string `protobuf:"bytes,12,opt,name=reason,proto3" json:"reason,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1759,6 +1780,13 @@ func (x *Summary) GetEvictedBytes() uint64 {
 		return x.EvictedBytes
 	}
 	return 0
+}
+
+func (x *Summary) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
 }
 
 // PushTensorsResponse ends a push.
@@ -3574,11 +3602,12 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x0freceived_beyond\x18\x03 \x03(\rR\x0ereceivedBeyond\x12\x16\n" +
 	"\x06resend\x18\x05 \x03(\rR\x06resendJ\x04\b\x04\x10\x05\"!\n" +
 	"\x06Cancel\x12\x17\n" +
-	"\acall_id\x18\x01 \x01(\fR\x06callId\"T\n" +
+	"\acall_id\x18\x01 \x01(\fR\x06callId\"l\n" +
 	"\aFailure\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x03 \x01(\tR\amessage\"\xfa\x01\n" +
+	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x92\x02\n" +
 	"\x04Done\x12\x17\n" +
 	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
@@ -3586,7 +3615,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\aoutputs\x18\x04 \x03(\v2\x16.tensorferry.v1.OutputR\aoutputs\x121\n" +
 	"\atimings\x18\x05 \x01(\v2\x17.tensorferry.v1.TimingsR\atimings\x12,\n" +
 	"\x12retry_after_millis\x18\x06 \x01(\rR\x10retryAfterMillis\x12\x18\n" +
-	"\arefused\x18\a \x01(\bR\arefused\"9\n" +
+	"\arefused\x18\a \x01(\bR\arefused\x12\x16\n" +
+	"\x06reason\x18\b \x01(\tR\x06reason\"9\n" +
 	"\x06Output\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\tR\x04port\x12\x1b\n" +
 	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xfd\x01\n" +
@@ -3607,7 +3637,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x05index\x18\x02 \x01(\rR\x05index\x12+\n" +
 	"\x05codec\x18\x03 \x01(\x0e2\x15.tensorferry.v1.CodecR\x05codec\x12\x1a\n" +
 	"\bchecksum\x18\x04 \x01(\aR\bchecksum\x12\x12\n" +
-	"\x04data\x18\x0f \x01(\fR\x04data\"\xbf\x02\n" +
+	"\x04data\x18\x0f \x01(\fR\x04data\"\xd7\x02\n" +
 	"\aSummary\x12\x1b\n" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -3621,7 +3651,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\acall_id\x18\t \x01(\fR\x06callId\x12\x18\n" +
 	"\aevicted\x18\n" +
 	" \x01(\rR\aevicted\x12#\n" +
-	"\revicted_bytes\x18\v \x01(\x04R\fevictedBytes\"L\n" +
+	"\revicted_bytes\x18\v \x01(\x04R\fevictedBytes\x12\x16\n" +
+	"\x06reason\x18\f \x01(\tR\x06reason\"L\n" +
 	"\x13PushTensorsResponse\x125\n" +
 	"\tsummaries\x18\x01 \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\"|\n" +
 	"\x12PullTensorsRequest\x12+\n" +
