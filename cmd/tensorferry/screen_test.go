@@ -222,6 +222,7 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 	} {
 		for _, columns := range []int{80, 120} {
 			t.Run(fmt.Sprintf("%s/%d columns", name, columns), func(t *testing.T) {
+				t.Parallel() // most of its time is waiting
 				begin := func() (*terminal, *gate) {
 					g := newGate(t, tc.server, tc.toServer, tc.passed)
 					x := newTerminal(t, columns, "tensorferry "+tc.command+" --server "+g.address+" >/dev/null")

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"log"
@@ -22,7 +23,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -45,8 +45,12 @@ import (
 // A race is reported, and the exit code is 66, as ever. What GORACE says already wins.
 var raceOptions = "atexit_sleep_ms=0 " + os.Getenv("GORACE")
 
+// scriptsAtOnce is how many scripts run at a time, unless -parallel says it: some only wait.
+const scriptsAtOnce = "4"
+
 func TestMain(m *testing.M) {
 	_ = os.Setenv("GORACE", raceOptions)
+	_ = flag.Set("test.parallel", scriptsAtOnce)
 	testscript.Main(heeding{m}, map[string]func(){"tensorferry": main, "halting": halting})
 }
 
@@ -121,6 +125,7 @@ func halting() {
 //	exits CODE PROGRAM [ARG...]      run a program that ends with this code
 //	server [FLAG...]                 start a server until the script's end; $SERVER is its address
 //	npy FILE DTYPE [DIM...]          write a .npy file whose bytes count up
+//	silent                           listen at $SERVER, and take no connection
 //	models DIR                       write the demo's models, one folder each
 //	safetensors FILE COUNT DIM [KEY=VALUE...]  write COUNT float32 tensors t0, t1, …, each filled with its number, and metadata
 //	header FILE JSON BYTES           write a .safetensors file of this header and so many bytes that count up
@@ -140,7 +145,7 @@ func TestCommandsDoWhatTheScriptsSay(t *testing.T) {
 				return err
 			},
 			Cmds: map[string]func(*testscript.TestScript, bool, []string){
-				"exits": scriptExits, "server": scriptServer, "npy": scriptNPY, "models": scriptModels,
+				"exits": scriptExits, "server": scriptServer, "silent": scriptSilent, "npy": scriptNPY, "models": scriptModels,
 				"safetensors": scriptSafetensors, "header": scriptHeader, "json": scriptJSON,
 			},
 		})
@@ -183,6 +188,13 @@ func scriptServer(ts *testscript.TestScript, _ bool, args []string) {
 	ts.Check(err)
 	ts.Defer(func() { _ = c.Stop() })
 	ts.Setenv("SERVER", address)
+}
+
+func scriptSilent(ts *testscript.TestScript, _ bool, _ []string) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	ts.Check(err)
+	ts.Defer(func() { _ = l.Close() })
+	ts.Setenv("SERVER", l.Addr().String())
 }
 
 func scriptNPY(ts *testscript.TestScript, _ bool, args []string) {
@@ -557,35 +569,6 @@ func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
 	}
 	defer conn.Close()
 	interrupted(t, c)
-}
-
-func TestACommandOfAServerThatSaysNothingHasNoConnection(t *testing.T) {
-	if testing.Short() {
-		t.Skip("it waits as long as the commands do")
-	}
-	testkit.Start(t)
-	mute, err := net.Listen("tcp", "127.0.0.1:0") // whose connections nobody takes
-	require.NoError(t, err)
-	defer mute.Close()
-	file := filepath.Join(t.TempDir(), "x.npy")
-	require.NoError(t, program(t, "tensorferry", "gen", "--shape", "2", "-o", file).Run())
-	var all sync.WaitGroup
-	for _, args := range [][]string{
-		{"ls"}, {"models"}, {"info"}, {"push", file}, {"pull", "x"}, {"cp", "x", "y"}, {"rm", "x"},
-		{"run", "relu", "-i", file}, {"show", "x"}, {"demo"},
-	} {
-		all.Go(func() {
-			out, err := program(t, "tensorferry", append(args, "--server", mute.Addr().String())...).CombinedOutput()
-			var exit *exec.ExitError
-			if !errors.As(err, &exit) || exit.ExitCode() != fail.ExitConnection {
-				t.Errorf("%v: %v\n%s", args, err, out)
-			}
-			if !strings.Contains(string(out), "no answer") || !strings.Contains(string(out), "hint: something listens there") {
-				t.Errorf("%v: %s", args, out)
-			}
-		})
-	}
-	all.Wait()
 }
 
 func TestACommandOfAnotherKindOfServerSaysSo(t *testing.T) {
