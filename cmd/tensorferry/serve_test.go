@@ -451,7 +451,7 @@ func TestTheUnitOfTheDocsStarts(t *testing.T) {
 
 func TestAServerSpeaksToClientsOfKPUTorch(t *testing.T) {
 	testkit.Start(t)
-	o := operate(t, "--kpu", "127.0.0.1:0", "--kpu-model", "relu", "--kpu-source", "gen")
+	o := operate(t, "--kpu", "127.0.0.1:0,model=relu,source=gen")
 	at := o.says(`system=kpu.torch address=(\S+) model=relu\n`)[1]
 	conn, err := grpc.NewClient(at, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)

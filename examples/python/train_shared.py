@@ -29,7 +29,7 @@ def data():
 def server(trunk, *flags, at=None):
     """Start a server that trains trunk, file:function, and yield its process and address; or None and at, if given.
 
-    In a terminal: tensorferry serve --python trunk=file:function --python-threads 1 --train trunk
+    In a terminal: tensorferry serve --python trunk=file:function,train --python-threads 1
     """
     if at:
         yield None, at
@@ -37,7 +37,7 @@ def server(trunk, *flags, at=None):
     # With one thread torch adds in the same order every time. As a child the server prints
     # its address, and it ends with its input.
     command = [sys.executable, "-m", "tensorferry", "serve", "--child", "--listen", "127.0.0.1:0"]  # not of PATH
-    command += ["--python", f"trunk={trunk}", "--train", "trunk", "--python-threads", "1", *flags]
+    command += ["--python", f"trunk={trunk},train", "--python-threads", "1", *flags]
     env = {**os.environ, "TENSORFERRY_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         address = process.stdout.readline().strip()

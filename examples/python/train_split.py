@@ -83,10 +83,10 @@ def main():
     bottom, top = make(options.model, 0), make(options.model, 2)
     adam = torch.optim.Adam([*bottom.parameters(), *top.parameters()], lr=1e-3)
     mine = {"bottom": bottom, "top": top, "optimizer": adam}
-    flags = ["--python-env", f"MODEL={options.model}"]
+    trunk = "train_split:make_trunk"
     if options.checkpoint:
-        flags += ["--checkpoint", options.checkpoint, "--checkpoint-every", str(SAVE_EVERY)]
-    serving = server("train_split:make_trunk", *flags, at=options.server)
+        trunk += f",checkpoint={options.checkpoint},checkpoint-every={SAVE_EVERY}"
+    serving = server(trunk, "--python-env", f"MODEL={options.model}", at=options.server)
     with serving as (process, address), tf.connect(address) as client:
         trunk = RemoteModule(client, "trunk")
 

@@ -33,9 +33,9 @@ def trunk() -> Any:
     return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 32))
 
 
-def flags(folder: Optional[str] = None) -> list[str]:
-    more = ["--checkpoint", folder, "--checkpoint-every", str(CHECKPOINT_EVERY)] if folder else []
-    return ["--python", "trunk=stress_training:trunk", "--train", "trunk", "--python-threads", "1", *more]
+def flags(folder: Optional[str] = None, lease: str = "30s") -> list[str]:
+    kept = f",checkpoint={folder},checkpoint-every={CHECKPOINT_EVERY}" if folder else ""
+    return ["--python", f"trunk=stress_training:trunk,train,lease={lease}{kept}", "--python-threads", "1"]
 
 
 def env() -> dict[str, str]:
@@ -177,7 +177,7 @@ def kept(client: tf.Client) -> dict[str, int]:
 
 def sessions(tally: Tally, n: int, seed: int) -> None:
     """Clients that keep a graph each, and vanish."""
-    server = Server(*flags(), "--train-lease", "100ms", env=env())
+    server = Server(*flags(lease="100ms"), env=env())
     rng = random.Random(seed)
     with tf.connect(server.address) as first:
 

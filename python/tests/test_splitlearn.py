@@ -111,7 +111,7 @@ class Case(unittest.TestCase):
 
     @classmethod
     def serve(cls, model: str, *options: str, python: str = sys.executable) -> tuple[Server, str]:
-        server = Server("--splitlearn", "127.0.0.1:0", "--splitlearn-model", model, *options, python=python)
+        server = Server("--splitlearn", f"127.0.0.1:0,model={model}", *options, python=python)
         cls.addClassCleanup(server.stop)
         address = re.search(r"system=SplitLearnComm address=(\S+)", server.said)
         assert address is not None, server.said
@@ -246,8 +246,8 @@ class Training(Case):
         if python is None:
             raise unittest.SkipTest("torch is not installed")
         cls.server, cls.address = cls.serve(
-            "double", "--python", "double=test_splitlearn:double", "--train", "double",
-            "--python", "square=test_splitlearn:square", "--train", "square", python=python,
+            "double", "--python", "double=test_splitlearn:double,train",
+            "--python", "square=test_splitlearn:square,train", python=python,
         )  # fmt: skip
 
     def step(self, stub: Any, codec: Any, x: Any, g: Any, id: str, model: str = "") -> tuple[Any, Any]:

@@ -772,7 +772,7 @@ class Passes(Served):
         client = self.enter(tf.connect(server.address))
         with self.assertRaisesRegex(tf.FailedPrecondition, "does not train") as caught:
             RemoteModule(client, "trunk")
-        self.assertIn("--train trunk", caught.exception.hint)
+        self.assertIn("--python trunk=…,train", caught.exception.hint)
         with self.assertRaisesRegex(tf.NotFound, "no model 'trunc'"):
             RemoteModule(client, "trunc")
 
@@ -1149,14 +1149,14 @@ def saved() -> Any:
 
 
 class Worker:
-    """A server whose worker trains a trunk, linear if none is given, as `serve --python --train` has it."""
+    """A server whose worker trains a trunk, linear if none is given, as `serve --python NAME=…,train` has it."""
 
-    def __init__(self, *options: str, lease: str = "30s", trunk: Any = None) -> None:
+    def __init__(self, *parts: str, lease: str = "30s", trunk: Any = None) -> None:
         self.folder = tempfile.TemporaryDirectory()
         torch.save(trunk or linear(), self.folder.name + "/trunk.pt")
         self.server = Server(
-            "--python", "trunk=test_train:saved", "--python-env", f"TRUNK={self.folder.name}/trunk.pt", "--python-threads", "1",
-            "--train", "trunk", "--train-lease", lease, *options,
+            "--python", ",".join(("trunk=test_train:saved", "train", f"lease={lease}", *parts)),
+            "--python-env", f"TRUNK={self.folder.name}/trunk.pt", "--python-threads", "1",
         )  # fmt: skip
         self.address = self.server.address
 
@@ -1179,15 +1179,22 @@ class Faults(Torch):
         for args, said in (
             (["--train", "trunk"], "no --python has this name"),
             (["--python", "trunk=test_train:linear", "--train", "trunk", "--python-processes", "2"], "has one process"),
+            (["--python", "trunk=test_train:linear,train", "--python-processes", "2"], "has one process"),
+            (
+                ["--python", "trunk=test_train:linear,trains"],
+                "trains. is not one of checkpoint, checkpoint-every, lease, train",
+            ),
+            (["--python", "trunk=test_train:linear,checkpoint"], "checkpoint has no value"),
+            (["--python", "trunk=test_train:linear,lease=long"], "lease=.*not a duration"),
         ):
             command = [program(), "serve", "--listen", "127.0.0.1:0", *args]
             ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
             self.assertNotEqual(ended.returncode, 0)
-            self.assertIn(said, ended.stderr)
+            self.assertRegex(ended.stderr, said)
 
     def test_a_worker_that_is_killed_goes_on_from_its_checkpoint(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())
-        server = self.enter(Worker("--checkpoint", folder, "--checkpoint-every", "2"))
+        server = self.enter(Worker(f"checkpoint={folder}", "checkpoint-every=2"))
         client = self.enter(tf.connect(server.address, retry="exponential", retry_for=20))
         trunk = RemoteModule(client, "trunk")
         x, states = torch.ones(2, 3), {}
@@ -1222,7 +1229,7 @@ class Faults(Torch):
 
     def test_a_client_that_trains_hears_that_the_server_has_gone_back(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())
-        server = self.enter(Worker("--checkpoint", folder, "--checkpoint-every", "1"))
+        server = self.enter(Worker(f"checkpoint={folder}", "checkpoint-every=1"))
         client = self.enter(tf.connect(server.address, retry="exponential", retry_for=20))
         trunk = RemoteModule(client, "trunk")
         x = torch.ones(2, 3)
@@ -1315,14 +1322,14 @@ class Faults(Torch):
 
     def test_an_orderly_end_leaves_a_checkpoint(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())
-        with Worker("--checkpoint", folder) as server, tf.connect(server.address) as client:
+        with Worker(f"checkpoint={folder}") as server, tf.connect(server.address) as client:
             trunk = RemoteModule(client, "trunk")
             with trunk.training():
                 trunk(torch.ones(2, 3)).sum().backward()
                 RemoteOptimizer(trunk.parameters(), lr=0.1).step()
                 state = trunk.state_dict()
         self.assertEqual(os.listdir(os.path.join(folder, "trunk")), ["step-1.pt"])
-        with Worker("--checkpoint", folder) as server, tf.connect(server.address) as client:
+        with Worker(f"checkpoint={folder}") as server, tf.connect(server.address) as client:
             trunk = RemoteModule(client, "trunk")
             with trunk.training():
                 self.assertEqual(trunk.step, 1)

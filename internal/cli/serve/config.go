@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math"
-	"net"
 	"slices"
 	"strings"
 	"time"
@@ -14,8 +12,6 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/tensorferry/tensorferry/compat/kpu"
-	"github.com/tensorferry/tensorferry/compat/splitlearn"
-	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/identity"
@@ -67,8 +63,9 @@ type Config struct {
 	logFormat, logLevel           string
 	drain                         time.Duration
 	lanes                         int
-	Services                      []string // variables that were ignored
-	kpu                           string   // an address
+	Services                      []string      // variables that were ignored
+	Former                        []*pflag.Flag // settings that went, and were set
+	kpu                           string        // ADDRESS,model=NAME,source=NAME
 	kpuConfig                     kpu.Config
 }
 
@@ -78,11 +75,8 @@ func (c *Config) Flags(f *pflag.FlagSet) {
 	f.StringVar(&c.listen, "listen", DefaultListen, "`address` to listen on:\nhost:port or unix:/path")
 	f.StringVar(&c.metrics, "metrics", defaultMetrics, "`address` of /metrics and /healthz,\nor off")
 	f.StringVar(&c.health, "health-listen", off, "`address` of gRPC health and /healthz for probes, which\nneed neither TLS nor a token, or off")
-	f.StringVar(&c.kpu, "kpu", off, "`address` of the service of kpu.torch, for its clients,\nor off")
-	f.StringVar(&c.kpuConfig.Model, "kpu-model", kpu.DefaultModel, "the model `name` that their StreamTensors runs")
-	f.StringVar(&c.kpuConfig.Source, "kpu-source", kpu.DefaultSource, "the `name` of the source, or else of the stored tensor,\nthat their SendTensors sends")
-	f.StringVar(&c.splitlearn, "splitlearn", off, "`address` of the service of SplitLearnComm, for its clients,\nor off")
-	f.StringVar(&c.splitlearnModel, "splitlearn-model", "", "the model `name` that they call when they name none")
+	f.StringVar(&c.kpu, "kpu", off, "`address` of the service of kpu.torch, for its clients,\nor off; ADDRESS,model=NAME,source=NAME names the model\nof their StreamTensors and the source, or else the stored\ntensor, of their SendTensors")
+	f.StringVar(&c.splitlearn, "splitlearn", off, "`address` of the service of SplitLearnComm, for its clients,\nor off; ADDRESS,model=NAME names the model that they\ncall when they name none")
 	f.StringVar(&c.secrets.Cert, "tls-cert", "", "`file` with the server's certificate; enables TLS")
 	f.StringVar(&c.secrets.Key, "tls-key", "", "`file` with the server's private key")
 	f.StringVar(&c.secrets.ClientCA, "tls-client-ca", "", "`file` with the CA of client certificates;\nclients then need such a certificate or a token")
@@ -97,13 +91,10 @@ func (c *Config) Flags(f *pflag.FlagSet) {
 	settings.Size(f, &c.Engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")
 	f.StringVar(&c.Engines.driver, "cuda-driver", "", "NVIDIA driver library `file`\n(default the system's libcuda.so.1)")
 	f.BoolVar(&c.Engines.exitOnLoss, "exit-on-device-loss", false, "when a device fails for good, stop as if interrupted and\nexit with 8, so that a supervisor starts a new process;\nmodels elsewhere stop too")
-	f.StringArrayVar(&c.Engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable")
+	f.StringArrayVar(&c.Engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable. Clients train it with ,train\nbehind it, ,checkpoint=FOLDER keeps the steps; also\n,checkpoint-every=STEPS (default 100) and\n,lease=DURATION (default 30s)")
+	settings.Commas(f, "python")
 	settings.Count(f, &c.Engines.pythonProcesses, "python-processes", 1, "processes per Python model")
 	settings.Count(f, &c.Engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")
-	f.StringArrayVar(&c.Engines.train, "train", []string{}, "let clients train the Python model `name`, a torch module;\nrepeatable")
-	f.StringVar(&c.Engines.checkpoints, "checkpoint", "", "`folder` for checkpoints of the models that train,\nfrom which they go on")
-	settings.Count(f, &c.Engines.checkpointEvery, "checkpoint-every", 100, "steps between two checkpoints")
-	settings.Duration(f, &c.Engines.lease, "train-lease", 30*time.Second, 0, "how long a client that is cut off keeps others from training")
 	f.StringArrayVar(&c.Engines.pythonEnv, "python-env", []string{}, "environment variable of Python processes, `name=value`;\nrepeatable")
 	settings.Count(f, &c.Engines.workers, "workers", 0, "blocks computed in parallel (default the number of CPUs)")
 	c.store.text = storeMemory
@@ -119,29 +110,17 @@ func (c *Config) Flags(f *pflag.FlagSet) {
 	d := terms.DefaultLimits()
 	settings.Size(f, &c.server.Session.TensorBytes, "max-tensor", d.TensorBytes, 1, 1<<62, "largest tensor accepted, in `bytes`")
 	settings.Size(f, &c.server.Session.ChunkBytes, "max-chunk", d.ChunkBytes, 1, frame.ChunkBytesCeiling, "largest chunk accepted, in `bytes`")
-	settings.Size(f, &c.server.Session.AllowanceBytes, "allowance", d.AllowanceBytes, 1, frame.AllowanceCeiling, "`bytes` that a session may send without credit")
-	settings.Size(f, &c.server.WindowBytes, "window", server.DefaultWindow, 64<<10, math.MaxInt32, "flow-control window of a connection in `bytes`")
 	settings.Count(f, &c.server.Sessions, "max-sessions", server.DefaultSessions, "open sessions")
 	settings.Count(f, &c.server.QueuedCalls, "max-calls", server.DefaultQueuedCalls, "open calls in all sessions")
-	settings.Count(f, &c.server.Transfers, "max-transfers", server.DefaultTransfers, "open pushes and pulls")
 	settings.Size(f, &c.server.StoredBytes, "max-stored", server.DefaultStoredBytes, 1, 1<<62, "largest tensor that may be pushed, in `bytes`")
-	settings.Count(f, &c.server.Session.OpenCalls, "max-session-calls", d.OpenCalls, "open calls per session")
-	settings.Count(f, &c.server.Session.OpenTensors, "max-session-tensors", d.OpenTensors, "tensors that a session may send at the same time")
 	settings.Count(f, &c.server.Connections, "max-connections", server.DefaultConnections, "open connections; further ones are closed")
 	settings.CountIn(f, &c.lanes, "lanes", server.DefaultLanes, 0, server.DefaultLanes, "extra connections per session for large tensors;\n0 for none")
 	f.BoolVar(&c.bbr, "bbr", false, BBRText)
-	settings.Count(f, &c.server.StreamsPerConnection, "max-streams", server.DefaultStreamsPerConn, "open RPCs per connection")
-	settings.Count(f, &c.server.ThinFrames, "max-thin-frames", server.DefaultThinFrames, "frames per second and connection that carry\nless than 3 KiB and open nothing")
-	settings.Size(f, &c.server.HeaderListBytes, "max-header-list", server.DefaultHeaderListBytes, 1<<10, 1<<24, "largest metadata of an RPC in `bytes`")
-	settings.Duration(f, &c.server.MemoryWait, "memory-wait", server.DefaultMemoryWait, time.Millisecond, "how long a call waits for memory")
-	settings.Duration(f, &c.server.Session.FirstFrame, "first-frame", d.FirstFrame, time.Millisecond, "how long a new session may take to say hello")
 	settings.Duration(f, &c.server.Session.ChunkIdle, "chunk-idle", d.ChunkIdle, time.Millisecond, "cancel a call that moves no chunk for this long")
 	settings.Duration(f, &c.server.Session.InputIdle, "input-idle", d.InputIdle, time.Millisecond, "the same, while the client reports that its own input\nor output is idle")
 	settings.Duration(f, &c.server.Session.SessionIdle, "session-idle", d.SessionIdle, time.Millisecond, "close a session that has no call for this long")
-	settings.Duration(f, &c.server.Handshake, "handshake", server.DefaultHandshake, time.Millisecond, "how long the handshake of a connection may take")
 	settings.Duration(f, &c.server.Keepalive, "keepalive", server.DefaultKeepalive, time.Second, "ping a client that is silent for this long")
-	settings.Duration(f, &c.server.KeepaliveTimeout, "keepalive-timeout", server.DefaultKeepaliveTimeout, time.Millisecond, "how long its answer may take")
-	settings.Duration(f, &c.server.KeepaliveMin, "keepalive-min", server.DefaultKeepaliveMin, time.Millisecond, "minimum time between a client's own pings")
+	c.former(f)
 }
 
 // storeFlag says where pushed tensors are stored.
@@ -220,40 +199,6 @@ func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store
 
 // Child is the configuration of a server that another process has started for itself.
 func (c *Config) Child() { c.metrics, c.logLevel = off, "warn" }
-
-func (c *Config) dropIns() []dropIn {
-	return []dropIn{
-		{"kpu", c.kpu, "kpu.torch", c.kpuConfig.Model, c.kpuConfig.Service},
-		{"splitlearn", c.splitlearn, "SplitLearnComm", c.splitlearnModel, func(l net.Listener) server.Service { return splitlearn.New(l, c.splitlearnModel) }},
-	}
-}
-
-// openDropIns opens their listeners, for models that there are.
-func (c *Config) openDropIns(models *engine.Registry, log *slog.Logger) (all []server.Service, err error) {
-	for _, f := range c.dropIns() {
-		var l net.Listener
-		switch {
-		case err != nil || f.address == off:
-			continue
-		case f.model == "":
-			err = fail.Usage("--%s needs --%[1]s-model, the model that its clients call", f.flag)
-		case !slices.ContainsFunc(models.Infos(), func(i engine.Info) bool { return i.Name == f.model }):
-			err = fail.Usage("--%s-model %s: no such model; add it with --model or --python", f.flag, f.model)
-		default:
-			l, err = listen(f.flag, f.address, c.bbr)
-		}
-		if err == nil {
-			all = append(all, f.service(l))
-			log.Info("listening for clients of another system", slog.String("system", f.system), slog.String("address", addressOf(l)), slog.String("model", f.model))
-		}
-	}
-	if err != nil {
-		for _, svc := range all {
-			_ = svc.Listener.Close()
-		}
-	}
-	return all, err
-}
 
 // identity reads the files that secure the server. It returns nil if there are none.
 func (c *Config) identity(log *slog.Logger) (*identity.Server, error) {

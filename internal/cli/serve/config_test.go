@@ -32,7 +32,7 @@ func configured(t *testing.T, args, environ []string, file string) (Config, stri
 	}
 	require.NoError(t, flags.Parse(args))
 	from, services, err := settings.Configure(flags, environ)
-	c.Services = services
+	c.Services, c.Former = services, settings.Former(flags, from)
 	if err != nil {
 		return c, "", err
 	}
@@ -123,6 +123,28 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 			require.ErrorAs(t, err, new(fail.UsageError))
 		})
 	}
+}
+
+func TestAModelOfAFileMayHaveCommas(t *testing.T) {
+	c, _, err := configured(t, nil, nil, "python: trunk=models:make,train,lease=1m\nmodel: a,b\n")
+	require.NoError(t, err)
+	require.Equal(t, []string{"trunk=models:make,train,lease=1m"}, c.Engines.python)
+	require.Equal(t, []string{"a", "b"}, c.Engines.models)
+}
+
+func TestASettingThatWentAppliesWhereverItIsSetAndIsListedOnlyThen(t *testing.T) {
+	c, printed, err := configured(t, []string{"--train", "a"}, []string{"TENSORFERRY_KPU_MODEL=b", "TENSORFERRY_MAX_SESSIONS=3"}, "max-streams: 4\nmax-calls: 5\n")
+	require.NoError(t, err)
+	require.Equal(t, []string{"a"}, c.Engines.train)
+	require.Equal(t, "b", c.kpuConfig.Model)
+	require.Equal(t, 4, c.server.StreamsPerConnection)
+	former := map[string]string{}
+	for _, f := range c.Former {
+		former[f.Name] = f.Usage
+	}
+	require.Equal(t, map[string]string{"train": "--python NAME=module:function,train", "kpu-model": "--kpu ADDRESS,model=NAME", "max-streams": goOnly}, former)
+	require.Contains(t, printed, "kpu-model: b # environment\n")
+	require.NotContains(t, printed, "kpu-source")
 }
 
 func TestTheFileOfTheCommandLineGoesBeforeThatOfTheEnvironment(t *testing.T) {

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/spf13/pflag"
+
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/builtin"
@@ -38,8 +40,11 @@ const (
 	// mostPinned unless --pinned says so: no other process can use it.
 	pinnedShare = 16
 	mostPinned  = 1 << 30
-	AutoEngine  = "auto"
-	CPUEngine   = "cpu"
+	// A client that is cut off has trainLease to come back. Every so many steps there is a checkpoint.
+	trainLease      = 30 * time.Second
+	checkpointEvery = 100
+	AutoEngine      = "auto"
+	CPUEngine       = "cpu"
 )
 
 var cudaEngine = regexp.MustCompile(`^cuda:(\d{1,3})$`)
@@ -62,10 +67,16 @@ type engineConfig struct {
 	python, pythonEnv              []string // name=module:function, name=value
 	pythonProcesses, pythonThreads int
 	train                          []string // names of Python models
-	checkpoints                    string   // folder
-	checkpointEvery                int      // steps
-	lease                          time.Duration
-	PythonFD                       string // name=descriptor
+	training                       training // of each, unless it says otherwise
+	PythonFD                       string   // name=descriptor
+}
+
+// training is how clients train a Python model.
+type training struct {
+	train       bool
+	checkpoints string        // a folder; empty is none
+	every       int           // steps between two checkpoints
+	lease       time.Duration // how long a client that is cut off keeps others from training
 }
 
 // engines has the places where models run: the host and the requested devices.
@@ -153,9 +164,21 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	return e, err
 }
 
-// python starts the workers of --python: name=module:function.
+// python starts the workers of --python: name=module:function, and how clients train it.
 func (e *engines) python(text string) error {
-	name, target, ok := strings.Cut(text, "=")
+	name, _, _ := strings.Cut(text, "=")
+	t := e.cfg.training
+	t.train = slices.Contains(e.cfg.train, name)
+	f := pflag.NewFlagSet("", pflag.ContinueOnError)
+	f.BoolVar(&t.train, "train", t.train, "")
+	f.StringVar(&t.checkpoints, "checkpoint", t.checkpoints, "")
+	settings.Count(f, &t.every, "checkpoint-every", t.every, "")
+	settings.Duration(f, &t.lease, "lease", t.lease, 0, "")
+	named, err := settings.Parts(text, f)
+	if err != nil {
+		return fail.Usage("--python %s: %w", text, err)
+	}
+	_, target, ok := strings.Cut(named, "=")
 	if module, f, colon := strings.Cut(target, ":"); !ok || name == "" || !colon || module == "" || f == "" {
 		return fail.Usage("--python %q: use name=module:function", text)
 	}
@@ -170,11 +193,11 @@ func (e *engines) python(text string) error {
 	}
 	command := []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor)}
 	// What is for models that train, each gets: it may declare that it does.
-	command = append(command, "--lease", strconv.FormatFloat(e.cfg.lease.Seconds(), 'f', -1, 64), "--checkpoint-every", strconv.Itoa(e.cfg.checkpointEvery))
-	if e.cfg.checkpoints != "" {
-		command = append(command, "--checkpoint", filepath.Join(e.cfg.checkpoints, name))
+	command = append(command, "--lease", strconv.FormatFloat(t.lease.Seconds(), 'f', -1, 64), "--checkpoint-every", strconv.Itoa(t.every))
+	if t.checkpoints != "" {
+		command = append(command, "--checkpoint", filepath.Join(t.checkpoints, name))
 	}
-	if slices.Contains(e.cfg.train, name) {
+	if t.train {
 		command = append(command, "--train")
 	}
 	return e.work(worker.Config{

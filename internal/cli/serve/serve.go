@@ -49,12 +49,16 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	id, err := c.identity(log)
 	if err == nil {
 		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
-		for _, f := range c.dropIns() {
-			err = errors.Join(err, c.mayOpen(f.flag, f.address, id))
-		}
 	}
-	if err != nil {
+	services, bad := c.dropIns()
+	for _, d := range services {
+		bad = errors.Join(bad, c.mayOpen(d.flag, d.address, id))
+	}
+	if err = errors.Join(err, bad); err != nil {
 		return err
+	}
+	for _, f := range c.Former {
+		log.Warn("this setting applies in this version and will go", slog.String("setting", f.Name), slog.String("write_instead", f.Usage))
 	}
 	may, err := c.readRoles(id, log)
 	if err != nil {
@@ -114,7 +118,7 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	if may != nil {
 		may.stored, cfg.Authorize = tensors, may.authorize
 	}
-	if cfg.Services, err = c.openDropIns(e.models, log); err != nil {
+	if cfg.Services, err = openDropIns(services, c.bbr, e.models, log); err != nil {
 		return errors.Join(err, l.Close())
 	}
 	s, err := server.New(cfg)
@@ -140,7 +144,7 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	if probes != off {
 		log.Info("listening for probes", slog.String("address", probes))
 	}
-	addresses := append([]string{c.listen, c.metrics}, display.Each(c.dropIns(), func(d dropIn) string { return d.address })...)
+	addresses := append([]string{c.listen, c.metrics}, display.Each(services, func(d dropIn) string { return d.address })...)
 	for _, address := range addresses {
 		if exposed(address) && (id == nil || id.Open()) {
 			log.Warn("other machines can connect without authentication", slog.String("address", address), slog.Bool("encrypted", id != nil))
@@ -178,12 +182,6 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 // ConnectionsOf returns how many connections so many descriptors allow, beside what else needs some.
 func ConnectionsOf(descriptors int) int {
 	return descriptors - max(descriptors/4, min(keptDescriptors, descriptors/2))
-}
-
-// dropIn is a service for the clients of another system.
-type dropIn struct {
-	flag, address, system, model string
-	service                      func(l net.Listener) server.Service
 }
 
 // beside serves h on the address of a flag, unless that is off, until stop; failed receives an

@@ -92,7 +92,7 @@ func (o Origins) apply(flags *pflag.FlagSet, values map[string]any, where string
 		if f.Changed {
 			continue
 		}
-		if err := set(f.Value, values[key]); err != nil {
+		if err := set(f, values[key]); err != nil {
 			return fail.Usage("%s: %v", name(key), err)
 		}
 		o[key] = where
@@ -101,7 +101,8 @@ func (o Origins) apply(flags *pflag.FlagSet, values map[string]any, where string
 }
 
 // set sets a flag to a value of a YAML file or of the environment.
-func set(v pflag.Value, value any) error {
+func set(f *pflag.Flag, value any) error {
+	v := f.Value
 	list, isList := v.(pflag.SliceValue)
 	switch value := value.(type) {
 	case nil:
@@ -115,7 +116,10 @@ func set(v pflag.Value, value any) error {
 		return list.Replace(display.Each(value, func(v any) string { return fmt.Sprint(v) }))
 	}
 	text := fmt.Sprint(value)
-	if isList {
+	switch {
+	case isList && f.Annotations[commas] != nil:
+		return list.Replace([]string{text})
+	case isList:
 		return list.Replace(strings.Split(text, ","))
 	}
 	if err := v.Set(text); err != nil {
@@ -141,7 +145,17 @@ func ValueError(v pflag.Value, text string, err error) error {
 
 // Names returns the names of all flags that are settings, in the order of --help.
 func Names(flags *pflag.FlagSet) []string {
-	return FlagNames(flags, func(f *pflag.Flag) bool { return !slices.Contains(notSettings, f.Name) })
+	return FlagNames(flags, func(f *pflag.Flag) bool { return !f.Hidden && !slices.Contains(notSettings, f.Name) })
+}
+
+// Former returns the settings that went, and were set.
+func Former(flags *pflag.FlagSet, from Origins) (former []*pflag.Flag) {
+	flags.VisitAll(func(f *pflag.Flag) {
+		if f.Hidden && !slices.Contains(notSettings, f.Name) && (f.Changed || from[f.Name] != "") {
+			former = append(former, f)
+		}
+	})
+	return former
 }
 
 // FlagNames returns the names of some flags, in the order of --help.
@@ -187,7 +201,8 @@ func distance(a, b string) int {
 
 // Print writes all settings and the origins of their values as a file for --config.
 func Print(w io.Writer, flags *pflag.FlagSet, from Origins) error {
-	for _, name := range Names(flags) {
+	former := display.Each(Former(flags, from), func(f *pflag.Flag) string { return f.Name })
+	for _, name := range append(Names(flags), former...) {
 		f := flags.Lookup(name)
 		where := from[name]
 		switch {

@@ -146,3 +146,36 @@ func FormatSize(n int64) string {
 	}
 	return strconv.FormatInt(n, 10)
 }
+
+// commas marks a flag whose values have commas: elsewhere than on the command line, too, such a
+// text is one value.
+const commas = "commas"
+
+// Commas says that the values of a list have commas.
+func Commas(f *pflag.FlagSet, name string) {
+	f.Lookup(name).Annotations = map[string][]string{commas: {}}
+}
+
+// Parts returns what is before the first comma of a value, and sets flags from what follows, such
+// as train,lease=30s. A flag that is a bool needs no value.
+func Parts(text string, f *pflag.FlagSet) (first string, err error) {
+	parts := strings.Split(text, ",")
+	for _, part := range parts[1:] {
+		name, value, valued := strings.Cut(part, "=")
+		flag := f.Lookup(name)
+		if flag == nil {
+			all := FlagNames(f, func(*pflag.Flag) bool { return true })
+			return "", fmt.Errorf("%q is not one of %s", name, strings.Join(all, ", "))
+		}
+		if !valued {
+			value = flag.NoOptDefVal
+		}
+		if value == "" {
+			return "", fmt.Errorf("%s has no value; use %[1]s=…", name)
+		}
+		if err := flag.Value.Set(value); err != nil {
+			return "", fmt.Errorf("%s=%w", name, ValueError(flag.Value, value, err))
+		}
+	}
+	return parts[0], nil
+}

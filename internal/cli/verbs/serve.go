@@ -48,7 +48,7 @@ environment overrides the file. Sizes are in bytes or have a unit, such as 512Mi
 				}()
 			}
 			from, services, err := settings.Configure(c.Flags(), environ)
-			cfg.Services = services
+			cfg.Services, cfg.Former = services, settings.Former(c.Flags(), from)
 			switch {
 			case err != nil:
 				return err

@@ -631,7 +631,7 @@ class Training:
     def rewind(self, n: int) -> None:
         """Goes back to a checkpoint, or forward to it after a restart."""
         if self.folder is None:
-            raise Refused("there are no checkpoints; the server makes them with --checkpoint")
+            raise Refused("there are no checkpoints; the server makes them with --python NAME=…,checkpoint=FOLDER")
         stands = self.checkpoints()
         if n not in stands:
             raise Refused(f"there is no checkpoint {n}; there are {', '.join(map(str, stands)) or 'none'}")

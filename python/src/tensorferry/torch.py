@@ -105,7 +105,7 @@ class RemoteModule(torch.nn.Module):
         if name not in served:
             raise NotFound(f"the server has no model {name!r}", hint=f"it has {', '.join(sorted(served))}")
         if name + "/train" not in served:
-            raise FailedPrecondition(f"model {name!r} does not train", hint=f"start the server with --train {name}")
+            raise FailedPrecondition(f"model {name!r} does not train", hint=f"serve it with --python {name}=…,train")
         self._client, self._remote, self._timeout, self._wire = client, name, timeout, wire
         self._on_rewind = on_rewind
         self._lists = name + "/forward" in served  # a server of before has lists in params
