@@ -31,7 +31,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -76,7 +76,7 @@ func serveAt(t testing.TB, l net.Listener, address string, cfg client.Config, ch
 		require.NoError(t, models.Add(m))
 	}
 	var err error
-	config := server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: store.NewMemory(f.host.Pool(), 32*mib)}
+	config := server.Config{Models: models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: memory.New(f.host.Pool(), 32*mib)}
 	change(&config)
 	f.server, err = server.New(config)
 	require.NoError(t, err)

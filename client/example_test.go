@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -122,7 +123,7 @@ func serveBuiltins() (address string, stop func()) {
 	if err := sources.Add("gen", store.Generator()); err != nil {
 		panic(err)
 	}
-	memory := store.NewMemory(host.Pool(), 64<<20)
+	memory := memory.New(host.Pool(), 64<<20)
 	s, err := server.New(server.Config{
 		Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: memory, Sources: &sources,
 	})

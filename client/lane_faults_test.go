@@ -31,7 +31,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/internal/wire"
-	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -852,9 +853,9 @@ func (w *laneWorld) generation() *generation {
 			w.keys.change(c)
 		}
 		if inFolders {
-			c.Store = inFolder(w.t.TempDir(), store.FolderConfig{})(w.t, c.Pool)
+			c.Store = inFolder(w.t.TempDir(), folder.Config{})(w.t, c.Pool)
 		} else {
-			c.Store = store.NewMemory(c.Pool, 1<<30)
+			c.Store = memory.New(c.Pool, 1<<30)
 		}
 	})
 	g.proxy = newBetweenWith(w.t, w.keys, func(bool) string { return g.addr }, func(c, s net.Conn) { w.fail(g, c, s) })

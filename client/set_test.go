@@ -22,11 +22,12 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 func bothStores(t *testing.T) map[string]storeMaker {
-	return map[string]storeMaker{"memory": inMemory(64 * mib), "folder": inFolder(t.TempDir(), store.FolderConfig{})}
+	return map[string]storeMaker{"memory": inMemory(64 * mib), "folder": inFolder(t.TempDir(), folder.Config{})}
 }
 
 func TestASetIsStoredTogetherOrNotAtAll(t *testing.T) {
@@ -144,7 +145,7 @@ func TestProgressIsCompleteOnlyOfWhatIsStored(t *testing.T) {
 
 // filling is a folder on a disk that is full from an operation on.
 type filling struct {
-	*store.Folder
+	*folder.Store
 	left     atomic.Int64 // operations until then
 	unsynced error        // of the names of a set, once it is committed
 }
@@ -160,7 +161,7 @@ func (f *filling) Create(ctx context.Context, name string, d tensor.Desc, metada
 	if err := f.fault(); err != nil {
 		return nil, err
 	}
-	w, err := f.Folder.Create(ctx, name, d, metadata)
+	w, err := f.Store.Create(ctx, name, d, metadata)
 	return fillingWriter{w, f}, err
 }
 
@@ -168,7 +169,7 @@ func (f *filling) Ready(ctx context.Context, w store.Writer) (store.Info, error)
 	if err := f.fault(); err != nil {
 		return store.Info{}, err
 	}
-	return f.Folder.Ready(ctx, w.(fillingWriter).Writer)
+	return f.Store.Ready(ctx, w.(fillingWriter).Writer)
 }
 
 func (f *filling) CommitAll(ctx context.Context, set []store.Writer) ([]store.Info, error) {
@@ -182,7 +183,7 @@ func (f *filling) CommitAll(ctx context.Context, set []store.Writer) ([]store.In
 	for i, w := range set {
 		own[i] = w.(fillingWriter).Writer
 	}
-	infos, err := f.Folder.CommitAll(ctx, own)
+	infos, err := f.Store.CommitAll(ctx, own)
 	return infos, errors.Join(err, f.unsynced)
 }
 
@@ -201,9 +202,9 @@ func (w fillingWriter) WriteViews(ctx context.Context, off int64, views [][]byte
 func TestADiskThatFillsUpDuringASetLeavesTheOlderTensors(t *testing.T) {
 	testkit.Start(t)
 	dir := t.TempDir()
-	folder, err := store.OpenFolder(dir, store.FolderConfig{})
+	kept, err := folder.Open(dir, folder.Config{})
 	require.NoError(t, err)
-	f := &filling{Folder: folder}
+	f := &filling{Store: kept}
 	c := storing(t, func(testing.TB, *slab.Pool) store.Store { return f }, client.Config{})
 	sizes := []int64{0, 1, 1000, 3 * mib, 70_000}
 	put := func(seed uint64, left int64) ([]client.Summary, error) {

@@ -25,6 +25,8 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -33,12 +35,12 @@ import (
 type storeMaker func(t testing.TB, pool *slab.Pool) store.Store
 
 func inMemory(limit int64) storeMaker {
-	return func(_ testing.TB, pool *slab.Pool) store.Store { return store.NewMemory(pool, limit) }
+	return func(_ testing.TB, pool *slab.Pool) store.Store { return memory.New(pool, limit) }
 }
 
-func inFolder(dir string, cfg store.FolderConfig) storeMaker {
+func inFolder(dir string, cfg folder.Config) storeMaker {
 	return func(t testing.TB, _ *slab.Pool) store.Store {
-		f, err := store.OpenDir(dir, cfg)
+		f, err := folder.OpenWithFiles(dir, cfg)
 		require.NoError(t, err)
 		return f
 	}
@@ -104,7 +106,7 @@ func TestMetadataComesBackWithItsTensor(t *testing.T) {
 	testkit.Start(t)
 	for name, open := range map[string]storeMaker{
 		"memory": inMemory(64 * mib),
-		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), store.FolderConfig{})(t, p) },
+		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), folder.Config{})(t, p) },
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := storing(t, open, client.Config{})
@@ -129,7 +131,7 @@ func TestMetadataComesBackWithItsTensor(t *testing.T) {
 
 func TestAPushTellsWhatWasEvictedForIt(t *testing.T) {
 	testkit.Start(t)
-	c := storing(t, func(_ testing.TB, p *slab.Pool) store.Store { return store.NewCache(p, 3*4096) }, client.Config{})
+	c := storing(t, func(_ testing.TB, p *slab.Pool) store.Store { return memory.NewCache(p, 3*4096) }, client.Config{})
 	push := func(name string, n int64) (client.Summary, error) {
 		s, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{{Name: name, Desc: int8s(n), Data: make([]byte, n)}}})
 		return s[0], err
@@ -160,7 +162,7 @@ func TestWhatIsPushedIsPulledBitByBit(t *testing.T) {
 	sizes := []int64{0, 1, 1023, 1024, 1025, chunk - 1, chunk, chunk + 1, 2 * chunk, 2*chunk + 1, 5*chunk + 7}
 	for name, open := range map[string]storeMaker{
 		"memory": inMemory(64 * mib),
-		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), store.FolderConfig{})(t, p) },
+		"folder": func(t testing.TB, p *slab.Pool) store.Store { return inFolder(t.TempDir(), folder.Config{})(t, p) },
 	} {
 		for _, k := range []codec.Codec{codec.None, codec.LZ4} {
 			t.Run(fmt.Sprintf("%s/codec=%v", name, k), func(t *testing.T) {
@@ -266,7 +268,7 @@ func TestTheServerLearnsOfATensorThatRotted(t *testing.T) {
 	for name, n := range map[string]int64{"one chunk": 100, "several": 2*mib + 7, "by lanes": 9 * mib} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+			c := storing(t, inFolder(dir, folder.Config{}), client.Config{})
 			_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{
 				{Name: "x", Desc: int8s(n), Data: noise(7, n)}, {Name: "y", Desc: int8s(n), Data: noise(8, n)},
 			}})
@@ -434,7 +436,7 @@ func TestAMappedFileThatShrunkIsNotServedAnyMore(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: "w", Tensor: tensor.Tensor{Desc: int8s(n), Data: noise(1, n)}}}, nil))
 	require.NoError(t, f.Close())
-	c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+	c := storing(t, inFolder(dir, folder.Config{}), client.Config{})
 	_, err = c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "model/w"}}})
 	require.NoError(t, err)
 	require.NoError(t, os.Truncate(path, 4096))
@@ -468,7 +470,7 @@ func TestAFileThatShrinksWhileItIsPulledEndsOneTensor(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, tensorfile.WriteSafetensors(f, []tensorfile.Named{{Name: "w", Tensor: tensor.Tensor{Desc: int8s(n), Data: noise(1, n)}}}, nil))
 	require.NoError(t, f.Close())
-	c := storing(t, inFolder(dir, store.FolderConfig{}), client.Config{})
+	c := storing(t, inFolder(dir, folder.Config{}), client.Config{})
 	sink := client.Writer(func(tensor.Desc) (io.Writer, error) { return &pausing{path: path, t: t}, nil })
 	s, err := c.Pull(t.Context(), client.PullRequest{
 		Select: []client.Selection{{Name: "model/w"}, {Name: "gen", Source: true, Params: map[string]string{"shape": "10"}}},

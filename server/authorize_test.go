@@ -24,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
@@ -58,7 +59,7 @@ func dialAs(t *testing.T, f *fixture, who string) (*client.Client, pb.TensorServ
 
 // noting is a store, and notes who is in the contexts of its methods.
 type noting struct {
-	*store.Memory
+	*memory.Store
 	note func(method string, ctx context.Context)
 }
 
@@ -69,28 +70,28 @@ type notingWriter struct {
 
 func (n *noting) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
 	n.note("Create", ctx)
-	w, err := n.Memory.Create(ctx, name, d, metadata)
+	w, err := n.Store.Create(ctx, name, d, metadata)
 	return &notingWriter{w, n.note}, err
 }
 
 func (n *noting) Open(ctx context.Context, name string) (store.Reader, error) {
 	n.note("Open", ctx)
-	return n.Memory.Open(ctx, name)
+	return n.Store.Open(ctx, name)
 }
 
 func (n *noting) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
 	n.note("List", ctx)
-	return n.Memory.List(ctx, glob, after, most)
+	return n.Store.List(ctx, glob, after, most)
 }
 
 func (n *noting) Delete(ctx context.Context, names ...string) ([]string, error) {
 	n.note("Delete", ctx)
-	return n.Memory.Delete(ctx, names...)
+	return n.Store.Delete(ctx, names...)
 }
 
 func (n *noting) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
 	n.note("Ready", ctx)
-	return n.Memory.Ready(ctx, w.(*notingWriter).Writer)
+	return n.Store.Ready(ctx, w.(*notingWriter).Writer)
 }
 
 func (n *noting) CommitAll(ctx context.Context, writers []store.Writer) ([]store.Info, error) {
@@ -99,7 +100,7 @@ func (n *noting) CommitAll(ctx context.Context, writers []store.Writer) ([]store
 	for _, w := range writers {
 		own = append(own, w.(*notingWriter).Writer)
 	}
-	return n.Memory.CommitAll(ctx, own)
+	return n.Store.CommitAll(ctx, own)
 }
 
 func (w *notingWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
@@ -140,7 +141,7 @@ func TestThePrincipalIsInEveryContext(t *testing.T) {
 	}
 	stored := &noting{note: note}
 	f := serve(t, func(c *server.Config) {
-		stored.Memory = shelf(t, 8*mib)
+		stored.Store = shelf(t, 8*mib)
 		c.Store, c.Sources, c.Identify = stored, new(store.Sources), byName
 		require.NoError(t, c.Sources.Add("made", store.Tensor(func(ctx context.Context, _ map[string]string) (tensor.Tensor, error) {
 			note("Source", ctx)

@@ -13,7 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -30,7 +29,7 @@ func withoutDescriptors(t testing.TB, f func()) {
 
 func TestAServerOutOfDescriptorsIsTriedAgainLaterAndSaysSoOnce(t *testing.T) {
 	testkit.Start(t)
-	s, dir := folder(t, store.FolderConfig{})
+	s, dir := inFolder(t)
 	put(t, s, "x", []byte("0123456789"))
 	log := &notes{}
 	f := serve(t, func(c *server.Config) {

@@ -26,6 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -235,7 +236,7 @@ func TestABadPullIsRefusedBeforeAnythingIsSent(t *testing.T) {
 
 func TestABadSelectionFailsAloneAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
-	s, dir := folder(t, store.FolderConfig{})
+	s, dir := inFolder(t)
 	put(t, s, "x", testkit.Bytes(3*mib, 1))
 	put(t, s, "tiny", make([]byte, 2<<20))
 	var sources store.Sources
@@ -357,7 +358,7 @@ func TestAPullWithoutAStoreSaysSo(t *testing.T) {
 
 func TestAFileThatIsDamagedFailsItsTensorsAlone(t *testing.T) {
 	testkit.Start(t)
-	s, dir := folder(t, store.FolderConfig{})
+	s, dir := inFolder(t)
 	path := filepath.Join(dir, "model.safetensors")
 	whole(t, path, "w", testkit.Bytes(4*mib, 1))
 	put(t, s, "x", []byte("abc"))
@@ -621,7 +622,7 @@ func TestACancelledPullOfWhatIsHeldStopsHashing(t *testing.T) {
 
 // lent counts the Readers of a store that are not released.
 type lent struct {
-	*store.Memory
+	*memory.Store
 	open atomic.Int64
 }
 
@@ -631,7 +632,7 @@ type lentReader struct {
 }
 
 func (l *lent) Open(ctx context.Context, name string) (store.Reader, error) {
-	r, err := l.Memory.Open(ctx, name)
+	r, err := l.Store.Open(ctx, name)
 	if err != nil {
 		return nil, err
 	}
@@ -646,7 +647,7 @@ func (r lentReader) Release() {
 
 func TestAPullThatPicksTooMuchKeepsNoReader(t *testing.T) {
 	testkit.Start(t)
-	m := &lent{Memory: store.NewMemory(testkit.Pool(t), 64*mib)}
+	m := &lent{Store: memory.New(testkit.Pool(t), 64*mib)}
 	t.Cleanup(func() { require.NoError(t, m.Close()) })
 	for i := range 12_000 {
 		put(t, m, fmt.Sprintf("t%05d", i), []byte{1})

@@ -26,6 +26,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 )
 
 // parcel is a tensor for a push: its desc and its bytes.
@@ -174,18 +176,18 @@ func digest(data []byte) []byte {
 }
 
 // shelf is a store in memory that, unlike the server, is not empty at a test's end.
-func shelf(t testing.TB, limit int64) *store.Memory {
+func shelf(t testing.TB, limit int64) *memory.Store {
 	t.Helper()
-	m := store.NewMemory(testkit.Pool(t), limit)
+	m := memory.New(testkit.Pool(t), limit)
 	t.Cleanup(func() { require.NoError(t, m.Close()) })
 	return m
 }
 
-// folder is a store in a folder.
-func folder(t testing.TB, cfg store.FolderConfig) (store.Store, string) {
+// inFolder opens a store in a folder.
+func inFolder(t testing.TB) (store.Store, string) {
 	t.Helper()
 	dir := t.TempDir()
-	s, err := store.OpenDir(dir, cfg)
+	s, err := folder.OpenWithFiles(dir, folder.Config{})
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
 	return s, dir
@@ -661,7 +663,7 @@ func TestAPushCutInTheMiddleLeavesNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			s, dir := folder(t, store.FolderConfig{})
+			s, dir := inFolder(t)
 			log := &notes{}
 			f := serve(t, func(c *server.Config) { c.Store, c.Log = s, log.log() })
 			before := files(dir)

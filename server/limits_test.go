@@ -29,7 +29,6 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -500,7 +499,7 @@ func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
 
 func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
-	s, dir := folder(t, store.FolderConfig{})
+	s, dir := inFolder(t)
 	put(t, s, "x", []byte("abc"))
 	put(t, s, "y", []byte("abc"))
 	whole(t, filepath.Join(dir, "model.safetensors"), "w", []byte("abcd"))

@@ -40,6 +40,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
@@ -666,7 +667,7 @@ func handling(t *testing.T, change func(*server.Config), handle func(ctx context
 // withStore gives a server a store and a source.
 func withStore(t *testing.T) func(*server.Config) {
 	return func(c *server.Config) {
-		kept := store.NewMemory(testkit.Pool(t), 16*mib)
+		kept := memory.New(testkit.Pool(t), 16*mib)
 		t.Cleanup(func() { require.NoError(t, kept.Close()) })
 		c.Store, c.Sources = kept, new(store.Sources)
 		require.NoError(t, c.Sources.Add("gen", store.Generator()))

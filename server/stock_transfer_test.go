@@ -17,7 +17,6 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
-	"github.com/tensorferry/tensorferry/store"
 )
 
 // A client in any language needs no more than this: stubs generated from the proto,
@@ -25,7 +24,7 @@ import (
 // and has a model compute over it.
 func TestAStockClientPushesPullsAndCallsBitExact(t *testing.T) {
 	testkit.Start(t)
-	shelf, _ := folder(t, store.FolderConfig{})
+	shelf, _ := inFolder(t)
 	f := serve(t, func(c *server.Config) { c.Store = shelf })
 	conn, err := grpc.NewClient(f.addr, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	require.NoError(t, err)

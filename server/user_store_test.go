@@ -22,12 +22,14 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // panicking is a store whose writers panic, when told to, and count.
 type panicking struct {
-	*store.Memory
+	*memory.Store
 	at string
 }
 
@@ -37,7 +39,7 @@ type panickingWriter struct {
 }
 
 func (p *panicking) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
-	w, err := p.Memory.Create(ctx, name, d, metadata)
+	w, err := p.Store.Create(ctx, name, d, metadata)
 	if p.at == "create" {
 		w.Abort()
 		panic("boom")
@@ -63,7 +65,7 @@ func TestAStoreThatPanicsLeavesNothingOfThePush(t *testing.T) {
 	testkit.Start(t)
 	p := &panicking{}
 	f := serve(t, func(c *server.Config) {
-		p.Memory = store.NewMemory(c.Pool, 8*mib)
+		p.Store = memory.New(c.Pool, 8*mib)
 		c.Store = p
 	})
 	defer func() { require.NoError(t, p.Close()) }()
@@ -94,7 +96,7 @@ func TestAStoreThatPanicsLeavesNothingOfThePush(t *testing.T) {
 // away is a store whose machine does not answer: at once, or as long as its caller
 // waits.
 type away struct {
-	*store.Memory
+	*memory.Store
 	at    atomic.Value  // string: the method
 	why   error         // its error, in place of ErrUnavailable
 	waits chan struct{} // nil, or told of each call that waits
@@ -129,7 +131,7 @@ func (a *away) Create(ctx context.Context, name string, d tensor.Desc, metadata 
 	if err := a.call(ctx, "create"); err != nil {
 		return nil, err
 	}
-	w, err := a.Memory.Create(ctx, name, d, metadata)
+	w, err := a.Store.Create(ctx, name, d, metadata)
 	return awayWriter{w, a}, err
 }
 
@@ -137,7 +139,7 @@ func (a *away) Open(ctx context.Context, name string) (store.Reader, error) {
 	if err := a.call(ctx, "open"); err != nil {
 		return nil, err
 	}
-	r, err := a.Memory.Open(ctx, name)
+	r, err := a.Store.Open(ctx, name)
 	if err != nil {
 		return nil, err
 	}
@@ -150,14 +152,14 @@ func (a *away) List(ctx context.Context, glob, after string, most int) ([]store.
 			return nil, err
 		}
 	}
-	return a.Memory.List(ctx, glob, after, most)
+	return a.Store.List(ctx, glob, after, most)
 }
 
 func (a *away) Delete(ctx context.Context, names ...string) ([]string, error) {
 	if err := a.call(ctx, "delete"); err != nil {
 		return nil, err
 	}
-	return a.Memory.Delete(ctx, names...)
+	return a.Store.Delete(ctx, names...)
 }
 
 func (w awayWriter) WriteViews(ctx context.Context, off int64, views [][]byte) error {
@@ -212,11 +214,11 @@ func TestAStoreThatIsAwayIsTriedAgainLater(t *testing.T) {
 	a := &away{}
 	log := &notes{}
 	f := serve(t, func(c *server.Config) {
-		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
+		a.Store = memory.New(slab.NewPool(0, slab.System), 8*mib)
 		c.Store, c.Log = a, log.log()
 	})
 	defer func() { require.NoError(t, a.Close()) }()
-	put(t, a.Memory, "x", []byte{1})
+	put(t, a.Store, "x", []byte{1})
 	c, err := client.Dial(f.addr, client.Config{})
 	require.NoError(t, err)
 	defer c.Close()
@@ -243,7 +245,7 @@ func TestAStoreThatCannotBeWrittenSaysSo(t *testing.T) {
 	a.at.Store("create")
 	log := &notes{}
 	f := serve(t, func(c *server.Config) {
-		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
+		a.Store = memory.New(slab.NewPool(0, slab.System), 8*mib)
 		c.Store, c.Log = a, log.log()
 	})
 	defer func() { require.NoError(t, a.Close()) }()
@@ -262,11 +264,11 @@ func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {
 	testkit.Start(t)
 	a := &away{waits: make(chan struct{})}
 	f := serve(t, func(c *server.Config) {
-		a.Memory = store.NewMemory(slab.NewPool(0, slab.System), 8*mib)
+		a.Store = memory.New(slab.NewPool(0, slab.System), 8*mib)
 		c.Store = a
 	})
 	defer func() { require.NoError(t, a.Close()) }()
-	put(t, a.Memory, "x", []byte{1})
+	put(t, a.Store, "x", []byte{1})
 	c, err := client.Dial(f.addr, client.Config{})
 	require.NoError(t, err)
 	defer c.Close()
@@ -290,7 +292,7 @@ func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {
 func TestEveryShutdownEnds(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) {
-		c.Store = store.NewMemory(c.Pool, 8*mib)
+		c.Store = memory.New(c.Pool, 8*mib)
 	})
 	p := openPush(t, f)
 	testkit.Eventually(t, func() bool { return f.counters(t)["open_transfers"] == 1 }, "the push")
@@ -307,16 +309,16 @@ func TestEveryShutdownEnds(t *testing.T) {
 	}
 }
 
-type setPanics struct{ *store.Memory }
+type setPanics struct{ *memory.Store }
 
 func (setPanics) CommitAll(context.Context, []store.Writer) ([]store.Info, error) { panic("boom") }
 
-type abortPanics struct{ *store.Memory }
+type abortPanics struct{ *memory.Store }
 
 type abortWriter struct{ store.Writer }
 
 func (a abortPanics) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
-	w, err := a.Memory.Create(ctx, name, d, metadata)
+	w, err := a.Store.Create(ctx, name, d, metadata)
 	return abortWriter{w}, err
 }
 
@@ -330,12 +332,12 @@ func (w abortWriter) Abort() {
 func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
 	testkit.Start(t)
 	for name, tc := range map[string]struct {
-		of  func(*store.Memory) store.Store
+		of  func(*memory.Store) store.Store
 		all bool
 	}{
-		"a set's commit": {func(m *store.Memory) store.Store { return setPanics{m} }, true},
-		"an abort":       {func(m *store.Memory) store.Store { return abortPanics{m} }, false},
-		"a set's abort":  {func(m *store.Memory) store.Store { return abortPanics{m} }, true},
+		"a set's commit": {func(m *memory.Store) store.Store { return setPanics{m} }, true},
+		"an abort":       {func(m *memory.Store) store.Store { return abortPanics{m} }, false},
+		"a set's abort":  {func(m *memory.Store) store.Store { return abortPanics{m} }, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
@@ -362,11 +364,11 @@ func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
 func TestTheHealthOfAStoreFollowsWhetherItCanBeUsed(t *testing.T) {
 	testkit.Start(t)
 	dir := filepath.Join(t.TempDir(), "store")
-	folder, err := store.OpenFolder(dir, store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
+	kept, err := folder.Open(dir, folder.Config{Log: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, folder.Close()) })
+	t.Cleanup(func() { require.NoError(t, kept.Close()) })
 	f := serve(t, func(c *server.Config) {
-		c.Store, c.Authorize = folder, func(context.Context, server.Action) error { return nil }
+		c.Store, c.Authorize = kept, func(context.Context, server.Action) error { return nil }
 	})
 	health := healthpb.NewHealthClient(f.dial(t))
 	is := func(want healthpb.HealthCheckResponse_ServingStatus) bool {

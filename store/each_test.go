@@ -1,4 +1,4 @@
-package store
+package store_test
 
 import (
 	"fmt"
@@ -8,7 +8,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
+	"github.com/tensorferry/tensorferry/store/storetest"
 )
+
+// pageNames is how many tensors Each lists at a time.
+const pageNames = 1024
 
 // collect returns what seq yields, and the error that it ends with.
 func collect[T any](seq iter.Seq2[T, error]) (all []T, err error) {
@@ -23,14 +29,14 @@ func collect[T any](seq iter.Seq2[T, error]) (all []T, err error) {
 }
 
 func TestEachYieldsAllThatMatchPageByPage(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
+	m := storetest.Close(t, memory.New(testkit.Pool(t), 16<<20))
 	var names []string
 	for i := range 2*pageNames + 1 {
 		names = append(names, fmt.Sprintf("%05d", i))
-		put(t, m, names[i], nil)
+		storetest.Put(t, m, names[i], nil)
 	}
 	of := func(glob string) (got []string) {
-		infos, err := collect(Each(t.Context(), m, glob))
+		infos, err := collect(store.Each(t.Context(), m, glob))
 		require.NoError(t, err)
 		for _, info := range infos {
 			got = append(got, info.Name)
@@ -39,21 +45,21 @@ func TestEachYieldsAllThatMatchPageByPage(t *testing.T) {
 	}
 	require.Equal(t, names, of(""))
 	require.Equal(t, names[:pageNames], func() []string { // a page, and nothing after it
-		remove(t, m, names[pageNames:]...)
+		storetest.Remove(t, m, names[pageNames:]...)
 		return of("*")
 	}())
 	require.Equal(t, []string{"00007"}, of("*0007"))
 	require.Empty(t, of("x*"))
-	_, err := collect(Each(t.Context(), m, "["))
-	require.ErrorIs(t, err, ErrGlob)
+	_, err := collect(store.Each(t.Context(), m, "["))
+	require.ErrorIs(t, err, store.ErrGlob)
 	seen := 0
-	for info, err := range Each(t.Context(), m, "") { // deleted as they come
+	for info, err := range store.Each(t.Context(), m, "") { // deleted as they come
 		require.NoError(t, err)
-		remove(t, m, info.Name)
+		storetest.Remove(t, m, info.Name)
 		seen++
 	}
 	require.Equal(t, pageNames, seen)
 	require.NoError(t, m.Close())
-	_, err = collect(Each(t.Context(), m, ""))
-	require.ErrorIs(t, err, ErrClosed)
+	_, err = collect(store.Each(t.Context(), m, ""))
+	require.ErrorIs(t, err, store.ErrClosed)
 }

@@ -8,10 +8,11 @@ import (
 	"strconv"
 
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-func ExampleOpenFolder() {
+func Example_folder() {
 	dir, err := os.MkdirTemp("", "store")
 	if err != nil {
 		log.Fatal(err)
@@ -24,7 +25,7 @@ func ExampleOpenFolder() {
 }
 
 func keep(ctx context.Context, dir string) error {
-	s, err := store.OpenFolder(dir, store.FolderConfig{})
+	s, err := folder.Open(dir, folder.Config{})
 	if err != nil {
 		return err
 	}

@@ -43,7 +43,7 @@ func (m made) Info() Info { return Info{Desc: m.t.Desc.Clone()} }
 func (m made) Release()   {}
 
 func (m made) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkView(ctx, off, n, int64(len(m.t.Data))); err != nil {
+	if err := CheckRange(ctx, off, n, int64(len(m.t.Data))); err != nil {
 		return nil, nil, err
 	}
 	return m.t.Data[off : off+n : off+n], m, nil
@@ -142,7 +142,7 @@ func (g *generated) Info() Info { return Info{Desc: g.desc.Clone()} }
 func (g *generated) Release()   {}
 
 func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, error) {
-	if err := checkView(ctx, off, n, g.size); err != nil {
+	if err := CheckRange(ctx, off, n, g.size); err != nil {
 		return nil, nil, err
 	}
 	s, err := g.pool.Get(int(n))

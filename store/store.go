@@ -7,7 +7,6 @@
 package store
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -77,7 +76,8 @@ type Info struct {
 	File string
 }
 
-func (i Info) clone() Info {
+// Clone copies the Info, but shares its Metadata.
+func (i Info) Clone() Info {
 	i.Desc = i.Desc.Clone()
 	return i
 }
@@ -200,17 +200,6 @@ type Sets interface {
 	Changed(after int64) (names []string, now int64, known bool)
 }
 
-var (
-	_ Sets         = (*Memory)(nil)
-	_ Sets         = (*Folder)(nil)
-	_ DigestKeeper = (*fileReader)(nil)
-	_ Store        = (*Files)(nil)
-	_ InPlace      = (*memoryWriter)(nil)
-	_ Evicter      = (*memoryWriter)(nil)
-	_ Meter        = (*Memory)(nil)
-	_ Meter        = (*Folder)(nil)
-)
-
 // CheckName reports, with an error that wraps ErrName, whether a name is valid for a
 // tensor: 1 to MaxName bytes of UTF-8 without control characters. Slashes and dots are
 // allowed: a name is never a path.
@@ -244,68 +233,17 @@ func CheckNew(name string) error {
 	return nil
 }
 
-// checkNew validates the name, the desc and the metadata of a new tensor, and returns its size
-// in bytes.
-func checkNew(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (int64, error) {
-	if err := cmp.Or(CheckNew(name), checkMetadata(metadata)); err != nil {
-		return 0, err
-	}
-	size, err := d.Bytes()
-	if err != nil {
-		return 0, err
-	}
+// CheckRange reports, with an error that wraps ErrRange or the cause of ctx, whether bytes
+// [off, off+n) lie within a tensor of size bytes, and whether somebody waits for them. Views and
+// writes of a Store or a Source begin with it.
+func CheckRange(ctx context.Context, off, n, size int64) error {
 	if ctx.Err() != nil {
-		return 0, context.Cause(ctx)
+		return context.Cause(ctx)
 	}
-	return size, nil
-}
-
-// checkMetadata validates metadata, which a folder keeps beside its own.
-func checkMetadata(metadata map[string]string) error {
-	for key, value := range metadata {
-		if !utf8.ValidString(key) || !utf8.ValidString(value) {
-			return fmt.Errorf("%w: %q must be UTF-8", ErrMetadata, key)
-		}
-		if strings.HasPrefix(key, ownKeys) {
-			return fmt.Errorf("%w: the key %q begins with %s, as those of the store do", ErrMetadata, key, ownKeys)
-		}
-	}
-	if n := metadataBytes(metadata); n > MaxMetadata {
-		return fmt.Errorf("%w: %d bytes, the limit is %d", ErrMetadata, n, MaxMetadata)
-	}
-	return nil
-}
-
-func metadataBytes(metadata map[string]string) (n int64) {
-	for key, value := range metadata {
-		n += int64(len(key) + len(value))
-	}
-	return n
-}
-
-// checkRange reports whether bytes [off, off+n) lie within a tensor of size bytes.
-func checkRange(off, n, size int64) error {
 	if off < 0 || n < 0 || n > size || off > size-n { // no sum, so no overflow
 		return fmt.Errorf("%w: [%d,+%d) of %d bytes", ErrRange, off, n, size)
 	}
 	return nil
-}
-
-// checkView checks the arguments of a View.
-func checkView(ctx context.Context, off, n, size int64) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return checkRange(off, n, size)
-}
-
-// checkViews reports whether views fit at off into a tensor of size bytes.
-func checkViews(off int64, views [][]byte, size int64) error {
-	var n int64
-	for _, v := range views {
-		n += int64(len(v)) // memory that exists: no overflow
-	}
-	return checkRange(off, n, size)
 }
 
 // Each yields the Infos of the tensors whose names match glob, sorted by name. It lists

@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -65,7 +66,7 @@ func serve(t testing.TB, change func(*fixture)) *fixture {
 	if f.service != nil {
 		f.service(&svc)
 	}
-	kept := store.NewMemory(f.host.Pool(), 256*mib)
+	kept := memory.New(f.host.Pool(), 256*mib)
 	f.store = kept
 	cfg := server.Config{Models: f.models, Pool: f.host.Pool(), Budget: f.host.Budget(), Store: kept, Sources: sources, Services: []server.Service{svc}}
 	if f.change != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/examples/local"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -104,18 +105,18 @@ func run(ctx context.Context, out io.Writer) (err error) {
 	if err := os.WriteFile(filepath.Join(dir, "weights.safetensors"), file.Bytes(), 0o600); err != nil {
 		return err
 	}
-	folder, err := store.OpenDir(dir, store.FolderConfig{})
+	kept, err := folder.OpenWithFiles(dir, folder.Config{})
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, folder.Close()) }()
+	defer func() { err = errors.Join(err, kept.Close()) }()
 	var functions store.Sources
 	if err := errors.Join(functions.Add("mandelbrot", mandelbrot), functions.Add("gen", store.Generator())); err != nil {
 		return err
 	}
 	host := cpu.NewHost(cpu.HostConfig{})
 	defer host.Close()
-	address, stop, err := local.Serve(host, server.Config{Store: folder, Sources: &functions})
+	address, stop, err := local.Serve(host, server.Config{Store: kept, Sources: &functions})
 	if err != nil {
 		return err
 	}

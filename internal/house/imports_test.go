@@ -52,8 +52,13 @@ var layers = map[string][]string{
 	"engine/stack":      {"engine", "tensor", "tensorfile"},
 	"frame":             {"codec", "reason", "tensor"},
 	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
-	"store":             {"codec", "internal/background", "internal/fault", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
+	"store":             {"codec", "internal/background", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
 	"store/generate":    {"internal/minifloat", "tensor"},
+
+	"internal/shelf": {"internal/background", "internal/fault", "internal/glob", "slab", "store", "tensor", "tensorfile"},
+	"store/memory":   {"codec", "internal/shelf", "slab", "store", "tensor"},
+	"store/files":    {"codec", "internal/shelf", "slab", "store", "tensor", "tensorfile"},
+	"store/folder":   {"codec", "internal/shelf", "slab", "store", "store/files", "tensor", "tensorfile"},
 
 	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
 	"engine/worker":      {"engine", "engine/blocks", "internal/link", "internal/proc", "slab", "tensor"},
@@ -61,7 +66,7 @@ var layers = map[string][]string{
 	"internal/lane":      {"codec", "frame", "tensor"},
 	"internal/wire":      {"api/tensorferry/v1", "frame", "reason", "slab", "tensor"},
 	"internal/inbound":   {"internal/wire"},
-	"store/storetest":    {"codec", "store", "tensor"},
+	"store/storetest":    {"codec", "store", "tensor", "tensorfile"},
 	"internal/lifecycle": {"frame", "internal/invariants"},
 	"terms":              {"assembler", "codec", "frame", "reason", "tensor"},
 	"internal/flow":      {"assembler", "chunker", "frame", "tensor", "terms"},

@@ -23,7 +23,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
-	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 )
 
 const (
@@ -47,7 +47,7 @@ func start(t testing.TB, quota int64) *fixture {
 	for _, m := range append(cpu.Builtins(host), cpu.Slow(host)) {
 		require.NoError(t, models.Add(m))
 	}
-	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: store.NewMemory(host.Pool(), 64*mib)})
+	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: memory.New(host.Pool(), 64*mib)})
 	require.NoError(t, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)

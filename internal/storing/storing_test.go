@@ -24,6 +24,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
@@ -33,10 +35,10 @@ const mib = 1 << 20
 
 // serve returns a Service on a Core of its own, which the test's end closes, and then finds
 // without memory in use. change changes what sessions and the Service are limited to.
-func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Service)) *Service {
+func serve(t *testing.T, limit int64, limits stream.Limits, change func(*Service)) *Service {
 	t.Helper()
 	limits = limits.WithDefaults()
-	pool, budget, log := testkit.Pool(t), slab.NewBudget("memory", memory), slog.New(slog.DiscardHandler)
+	pool, budget, log := testkit.Pool(t), slab.NewBudget("memory", limit), slog.New(slog.DiscardHandler)
 	var s *Service
 	core := serving.New(serving.Config{
 		Models: engine.NewRegistry(), Pool: pool, Budget: budget, Log: log, Session: limits,
@@ -45,7 +47,7 @@ func serve(t *testing.T, memory int64, limits stream.Limits, change func(*Servic
 			return s.Task(on, m, now, part)
 		},
 	})
-	s = &Service{Core: core, Store: store.NewMemory(pool, 16*mib), Sources: new(store.Sources)}
+	s = &Service{Core: core, Store: memory.New(pool, 16*mib), Sources: new(store.Sources)}
 	if change != nil {
 		change(s)
 	}
@@ -228,7 +230,7 @@ func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
 					require.Contains(t, text, what)
 				}
 				synctest.Wait()
-				used, _ := s.Store.(*store.Memory).Used()
+				used, _ := s.Store.(*memory.Store).Used()
 				require.Zero(t, used, "the store's memory")
 			})
 		})
@@ -298,7 +300,7 @@ func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 
 func TestChunksOfAPushToAFolderMayComeInAnyOrder(t *testing.T) {
 	testkit.Start(t)
-	f, err := store.OpenFolder(t.TempDir(), store.FolderConfig{Log: slog.New(slog.DiscardHandler)})
+	f, err := folder.Open(t.TempDir(), folder.Config{Log: slog.New(slog.DiscardHandler)})
 	require.NoError(t, err)
 	// Less memory than the tensor, and far less than the pieces in which a put would land.
 	s := serve(t, mib, stream.Limits{}, func(c *Service) {
@@ -417,18 +419,18 @@ func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
 
 // overtaken is a store in which something is done before each Open and each List.
 type overtaken struct {
-	*store.Memory
+	*memory.Store
 	before func()
 }
 
 func (s overtaken) Open(ctx context.Context, name string) (store.Reader, error) {
 	s.before()
-	return s.Memory.Open(ctx, name)
+	return s.Store.Open(ctx, name)
 }
 
 func (s overtaken) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
 	s.before()
-	return s.Memory.List(ctx, glob, after, most)
+	return s.Store.List(ctx, glob, after, most)
 }
 
 // set puts a set of tensors that hold the same byte.
@@ -496,7 +498,7 @@ func TestAGetThatASetOvertakesIsOfOneStateOfTheStore(t *testing.T) {
 	for step, over := 1, false; !over; step++ {
 		for apart := range 4 { // steps between two sets; 0: there is only one
 			s := serve(t, 4*mib, stream.Limits{}, nil)
-			m := s.Store.(*store.Memory)
+			m := s.Store.(*memory.Store)
 			set(t, m, 1, "a", "b", "[c]")
 			n, state := 0, 0
 			s.Store = overtaken{m, func() {
@@ -521,7 +523,7 @@ func TestAGetDoesNotRunAfterSetsForEver(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, 4*mib, stream.Limits{}, nil)
-		m := s.Store.(*store.Memory)
+		m := s.Store.(*memory.Store)
 		set(t, m, 1, "a", "b")
 		sets := 0
 		s.Store = overtaken{m, func() {
@@ -546,10 +548,10 @@ func open(t *testing.T, s *Service) (*sessionLink, <-chan error) {
 }
 
 // late is a store that has stored a set when its call is cancelled.
-type late struct{ *store.Memory }
+type late struct{ *memory.Store }
 
 func (s late) CommitAll(ctx context.Context, set []store.Writer) ([]store.Info, error) {
-	infos, err := s.Memory.CommitAll(ctx, set)
+	infos, err := s.Store.CommitAll(ctx, set)
 	<-ctx.Done()
 	return infos, err
 }
@@ -557,7 +559,7 @@ func (s late) CommitAll(ctx context.Context, set []store.Writer) ([]store.Info, 
 func TestASetThatWasStoredWhileItWasCancelledIsKnownAsStored(t *testing.T) {
 	testkit.Start(t)
 	s := serve(t, 64*mib, stream.Limits{}, nil)
-	s.Store = late{s.Store.(*store.Memory)}
+	s.Store = late{s.Store.(*memory.Store)}
 	l, ended := open(t, s)
 	x, h := ten("x"), hello()
 	x.desc.Call, x.desc.OnAllowance, h.MaxOpenTensors = tensor.NewID(), true, 64

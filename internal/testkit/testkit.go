@@ -126,3 +126,11 @@ func Bytes(n int, seed uint64) []byte {
 	}
 	return b[:n:n]
 }
+
+// Must returns v, and panics if there is an error.
+func Must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
+}

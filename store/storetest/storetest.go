@@ -12,17 +12,13 @@ package storetest
 
 import (
 	"bytes"
-	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
-	"pgregory.net/rapid"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -80,32 +76,17 @@ func run(t *testing.T, open func(t testing.TB) store.Store, inPlace bool) {
 		{"many at once see only whole sets", suite.setsWhole},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			s := open(t)
-			t.Cleanup(func() {
-				if err := s.Close(); err != nil && !errors.Is(err, store.ErrClosed) {
-					t.Error(err)
-				}
-			})
-			test.run(suite{t, s, inPlace})
+			test.run(suite{t, Close(t, open(t)), inPlace})
 		})
 	}
 }
 
 // suite is a test and its store. Its methods fail the test if the store does.
 type suite struct {
-	testingT
+	T
 	store.Store
 	inPlace bool // Writers get all bytes in their own memory
 }
-
-// testingT is what testing.T and rapid.T have in common.
-type testingT interface {
-	rapid.TB
-	Context() context.Context
-	Cleanup(f func())
-}
-
-func vector(n int64) tensor.Desc { return tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{n}} }
 
 // random returns bytes that the seed determines.
 func random(n int, seed uint64) []byte {
@@ -115,16 +96,10 @@ func random(n int, seed uint64) []byte {
 	return b
 }
 
-func digestOf(data []byte) codec.Digest {
-	var d codec.Digester
-	_, _ = d.Write(data) // it never fails
-	return d.Sum()
-}
-
 // begin creates a tensor of these bytes and writes them, without Commit.
 func (s suite) begin(name string, data ...byte) store.Writer {
 	s.Helper()
-	w, err := s.Create(s.Context(), name, vector(int64(len(data))), nil)
+	w, err := s.Create(s.Context(), name, Vector(int64(len(data))), nil)
 	require.NoError(s, err)
 	s.Cleanup(w.Abort)
 	require.NoError(s, s.write(w, 0, data))
@@ -168,7 +143,7 @@ func (s suite) push(name string, d tensor.Desc, data []byte, chunk int, order fu
 // put pushes bytes in one piece.
 func (s suite) put(name string, data []byte) store.Info {
 	s.Helper()
-	info, err := s.push(name, vector(int64(len(data))), data, max(len(data), 1), nil)
+	info, err := s.push(name, Vector(int64(len(data))), data, max(len(data), 1), nil)
 	require.NoError(s, err)
 	return info
 }
@@ -176,9 +151,7 @@ func (s suite) put(name string, data []byte) store.Info {
 // remove deletes tensors that are there.
 func (s suite) remove(names ...string) {
 	s.Helper()
-	deleted, err := s.Delete(s.Context(), names...)
-	require.NoError(s, err)
-	require.Equal(s, names, deleted)
+	Remove(s, s, names...)
 }
 
 // list lists tensors, and their names.
@@ -195,8 +168,7 @@ func (s suite) list(glob, after string, most int) (infos []store.Info, names []s
 // names lists the names of all tensors.
 func (s suite) names() []string {
 	s.Helper()
-	_, names := s.list("", "", 1<<20)
-	return names
+	return Names(s, s)
 }
 
 func (s suite) open(name string) store.Reader {
@@ -206,41 +178,10 @@ func (s suite) open(name string) store.Reader {
 	return r
 }
 
-// read reads all of a tensor, at most piece bytes at a time, and holds it to its
-// digest.
-func read(ctx context.Context, r store.Reader, piece int64) ([]byte, error) {
-	info := r.Info()
-	size, err := info.Bytes()
-	if err != nil {
-		return nil, err
-	}
-	var got []byte
-	for off := int64(0); off < size; off += piece {
-		n := min(piece, size-off)
-		data, held, err := r.View(ctx, off, n)
-		if err != nil {
-			return nil, err
-		}
-		got = append(got, data...)
-		held.Release()
-		if int64(len(data)) != n {
-			return nil, fmt.Errorf("tensor %q: a view of %d bytes at %d has %d", info.Name, n, off, len(data))
-		}
-	}
-	if d := digestOf(got); !info.Digest.IsZero() && d != info.Digest {
-		return nil, fmt.Errorf("tensor %q has digest %v, its bytes have %v", info.Name, info.Digest, d)
-	}
-	return got, nil
-}
-
 // get opens, reads and releases a tensor.
 func (s suite) get(name string) []byte {
 	s.Helper()
-	r := s.open(name)
-	defer r.Release()
-	got, err := read(s.Context(), r, 1*mib)
-	require.NoError(s, err)
-	return got
+	return Get(s, s, name)
 }
 
 // holds fails unless the tensor has these bytes. It does not print them.

@@ -62,7 +62,7 @@ func (s suite) anyOrder() {
 				if size == 0 && order != nil {
 					continue
 				}
-				_, err := s.push(name, vector(int64(size)), data, chunk, order)
+				_, err := s.push(name, Vector(int64(size)), data, chunk, order)
 				require.NoError(s, err)
 				s.holds(name, data, fmt.Sprintf("%d bytes %s in chunks of %d", size, name, chunk))
 			}
@@ -76,7 +76,7 @@ func (s suite) manyViews() {
 	for i := range data {
 		views = append(views, data[i:i+1], data[i:i])
 	}
-	w, err := s.Create(s.Context(), "x", vector(int64(len(data))), nil)
+	w, err := s.Create(s.Context(), "x", Vector(int64(len(data))), nil)
 	require.NoError(s, err)
 	defer w.Abort()
 	before := slices.Clone(views)
@@ -176,7 +176,7 @@ func (s suite) room() {
 	require.Equal(s, one, now())
 	s.remove("x")
 	require.Zero(s, now())
-	w, err := s.Create(s.Context(), "x", vector(size), nil)
+	w, err := s.Create(s.Context(), "x", Vector(size), nil)
 	require.NoError(s, err)
 	require.Equal(s, one, now())
 	w.Abort()
@@ -189,15 +189,15 @@ func (s suite) refused() {
 		desc tensor.Desc
 		want error
 	}{
-		"no name":              {"", vector(1), store.ErrName},
-		"a long name":          {strings.Repeat("n", store.MaxName+1), vector(1), store.ErrName},
-		"a control character":  {"a\nb", vector(1), store.ErrName},
-		"no UTF-8":             {"\xff", vector(1), store.ErrName},
-		"a prefix":             {"a/", vector(1), store.ErrName},
-		"a reserved name":      {"__metadata__", vector(1), store.ErrName},
-		"broken text":          {"a\ufffd", vector(1), store.ErrName},
+		"no name":              {"", Vector(1), store.ErrName},
+		"a long name":          {strings.Repeat("n", store.MaxName+1), Vector(1), store.ErrName},
+		"a control character":  {"a\nb", Vector(1), store.ErrName},
+		"no UTF-8":             {"\xff", Vector(1), store.ErrName},
+		"a prefix":             {"a/", Vector(1), store.ErrName},
+		"a reserved name":      {"__metadata__", Vector(1), store.ErrName},
+		"broken text":          {"a\ufffd", Vector(1), store.ErrName},
 		"no data type":         {"x", tensor.Desc{}, tensor.ErrDataType},
-		"a negative dimension": {"x", vector(-1), tensor.ErrShape},
+		"a negative dimension": {"x", Vector(-1), tensor.ErrShape},
 		"more than 63 bits":    {"x", tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{1 << 40, 1 << 40}}, tensor.ErrTooLarge},
 	} {
 		_, err := s.Create(s.Context(), tc.name, tc.desc, nil)
@@ -252,7 +252,7 @@ func (s suite) closedSays() {
 	require.NoError(s, s.Close())
 	_, err := w.Commit(s.Context())
 	require.ErrorIs(s, err, store.ErrClosed)
-	_, err = s.Create(s.Context(), "z", vector(0), nil)
+	_, err = s.Create(s.Context(), "z", Vector(0), nil)
 	require.ErrorIs(s, err, store.ErrClosed)
 	_, err = s.Open(s.Context(), "x")
 	require.ErrorIs(s, err, store.ErrClosed)
@@ -282,7 +282,7 @@ func (s suite) endedContext() {
 		return err == nil
 	}
 	s.put("x", []byte("old"))
-	w, err := s.Create(ended, "x", vector(3), nil)
+	w, err := s.Create(ended, "x", Vector(3), nil)
 	if done(err) {
 		w.Abort()
 	}
@@ -296,7 +296,7 @@ func (s suite) endedContext() {
 		held.Release()
 	}
 	r.Release()
-	w, err = s.Create(s.Context(), "x", vector(3), nil)
+	w, err = s.Create(s.Context(), "x", Vector(3), nil)
 	require.NoError(s, err)
 	defer w.Abort()
 	want := "old"
@@ -315,7 +315,7 @@ func (s suite) endedContext() {
 }
 
 func (s suite) copied() {
-	d := vector(4)
+	d := Vector(4)
 	info, err := s.push("x", d, make([]byte, 4), 4, nil)
 	require.NoError(s, err)
 	r := s.open("x")
@@ -324,13 +324,13 @@ func (s suite) copied() {
 	for _, shape := range []tensor.Shape{d.Shape, info.Shape, known[0].Shape, r.Info().Shape} {
 		shape[0] = 99
 	}
-	require.Equal(s, vector(4), r.Info().Desc)
+	require.Equal(s, Vector(4), r.Info().Desc)
 }
 
 func (s suite) metadata() {
 	given := map[string]string{"unit": "m/s", "100%": "50 % \ufffd\n", "": ""}
 	want := maps.Clone(given)
-	w, err := s.Create(s.Context(), "x", vector(1), given)
+	w, err := s.Create(s.Context(), "x", Vector(1), given)
 	require.NoError(s, err)
 	defer w.Abort()
 	given["unit"] = "furlongs"
@@ -344,14 +344,20 @@ func (s suite) metadata() {
 		require.Equal(s, want, got)
 	}
 	require.Nil(s, s.put("x", nil).Metadata, "it belongs to the older one")
-	_, err = s.Create(s.Context(), "y", vector(1), map[string]string{"k": strings.Repeat("v", store.MaxMetadata)})
-	require.ErrorIs(s, err, store.ErrMetadata)
+	for why, metadata := range map[string]map[string]string{
+		"it is too long":       {"k": strings.Repeat("v", store.MaxMetadata)},
+		"a key of the store's": {"tensorferry.name": "y"},
+		"it is not UTF-8":      {"k": "\xff"},
+	} {
+		_, err = s.Create(s.Context(), "y", Vector(1), metadata)
+		require.ErrorIs(s, err, store.ErrMetadata, why)
+	}
 }
 
 // listed holds a store to a model: a map of names.
 func (s suite) listed() {
 	text := rapid.StringOfN(rapid.RuneFrom([]rune("ab/*é")), 1, 4, -1)
-	rapid.Check(s.testingT, func(t *rapid.T) {
+	rapid.Check(s.T, func(t *rapid.T) {
 		s := suite{t, s.Store, s.inPlace}
 		model := map[string]bool{}
 		if left := s.names(); len(left) > 0 {
@@ -392,7 +398,7 @@ func (s suite) together() {
 		wg.Go(func() {
 			for i := range 30 {
 				data := bytes.Repeat([]byte{byte(id), byte(i)}, 500*(id+1))
-				if _, err := s.push(names[(id+i)%len(names)], vector(int64(len(data))), data, len(data), nil); err != nil {
+				if _, err := s.push(names[(id+i)%len(names)], Vector(int64(len(data))), data, len(data), nil); err != nil {
 					s.Error(err)
 				}
 			}
@@ -403,7 +409,7 @@ func (s suite) together() {
 				if err != nil {
 					continue
 				}
-				if _, err := read(s.Context(), r, 700); err != nil {
+				if _, err := Read(s.Context(), r, 700); err != nil {
 					s.Error(err)
 				}
 				r.Release()
@@ -454,7 +460,7 @@ func (s suite) setCommitted() {
 	for name, data := range map[string][]byte{"a": {1}, "b": {2, 2}, "c": {3}} {
 		require.Equal(s, data, s.get(name))
 	}
-	got, err := read(s.Context(), reader, 2)
+	got, err := Read(s.Context(), reader, 2)
 	require.NoError(s, err)
 	require.Equal(s, "old", string(got))
 	infos, err = sets.CommitAll(s.Context(), nil)
@@ -515,7 +521,7 @@ func (s suite) setsWhole() {
 	commit := func(n int) error {
 		var set []store.Writer
 		for i, name := range names {
-			w, err := s.Create(s.Context(), name, vector(int64(i+1)), nil)
+			w, err := s.Create(s.Context(), name, Vector(int64(i+1)), nil)
 			if err != nil {
 				return err
 			}
@@ -564,7 +570,7 @@ func (s suite) oneSet(sets store.Sets, names []string) error {
 			if err = errors.Join(err, e); err != nil {
 				return err
 			}
-			got, err := read(s.Context(), r, 10)
+			got, err := Read(s.Context(), r, 10)
 			if err != nil {
 				return err
 			}

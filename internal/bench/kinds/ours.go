@@ -23,6 +23,8 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -60,12 +62,12 @@ func ourKinds() []bench.Kind {
 	all := []bench.Kind{
 		ours(Tensorferry, client.Config{}, Load{1, 1}, none),
 		ours(Folder, client.Config{}, Load{1, 1}, func(p bench.Place, _ *slab.Pool) (store.Store, error) {
-			return store.OpenFolder(filepath.Join(p.Dir, "store"), store.FolderConfig{})
+			return folder.Open(filepath.Join(p.Dir, "store"), folder.Config{})
 		}),
 		ours(InMemory, client.Config{}, Load{1, 1}, func(p bench.Place, pool *slab.Pool) (store.Store, error) {
 			// Room for a tensor and the older one that it replaces, and for many small ones. Older
 			// commits keep them as SizeOf says; now they take no more than that.
-			return store.NewMemory(pool, 2*(slab.SizeOf(int64(len(p.To)))+bench.Many*slab.SizeOf(1))), nil
+			return memory.New(pool, 2*(slab.SizeOf(int64(len(p.To)))+bench.Many*slab.SizeOf(1))), nil
 		}),
 		ours(Tensorferry+NoLanes, withoutLanes(client.Config{}), Load{1, 1}, none),
 		secured,

@@ -20,6 +20,9 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/settings"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	storefiles "github.com/tensorferry/tensorferry/store/files"
+	"github.com/tensorferry/tensorferry/store/folder"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/terms"
 )
 
@@ -166,35 +169,35 @@ func (s *storeFlag) set(text string) error {
 // limit is a share of h's budget, in addition to that budget.
 func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	if s.folder != "" {
-		d, err := store.OpenDir(s.folder, store.FolderConfig{Log: log})
+		d, err := folder.OpenWithFiles(s.folder, folder.Config{Log: log})
 		return d, fail.Lasting(err)
 	}
-	_, _, memory := h.Budget().Used()
-	bytes := cmp.Or(s.bytes, memory/storeShare)
+	_, _, limit := h.Budget().Used()
+	bytes := cmp.Or(s.bytes, limit/storeShare)
 	if s.evicts {
-		return store.NewCache(h.Pool(), bytes), nil
+		return memory.NewCache(h.Pool(), bytes), nil
 	}
-	return store.NewMemory(h.Pool(), bytes), nil
+	return memory.New(h.Pool(), bytes), nil
 }
 
 // besideFiles adds the model files of folders to a store. It closes the store on failure.
 func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
-	var all []*store.Files
+	var all []*storefiles.Store
 	var names []string
 	for _, text := range folders {
-		name, folder := files.NameOf(text)
+		name, dir := files.NameOf(text)
 		if slices.Contains(names, name) {
 			err := fail.Usage("--files %s: another folder has the name %q; use --files NAME=FOLDER", text, name)
-			return nil, errors.Join(err, store.Beside(s, all...).Close())
+			return nil, errors.Join(err, storefiles.Beside(s, all...).Close())
 		}
 		names = append(names, name)
-		f, err := store.OpenFiles(folder, store.FilesConfig{Name: name, Log: log})
+		f, err := storefiles.Open(dir, storefiles.Config{Name: name, Log: log})
 		if err != nil {
-			return nil, errors.Join(fail.Mistake(fmt.Errorf("--files %s: %w", text, err)), store.Beside(s, all...).Close())
+			return nil, errors.Join(fail.Mistake(fmt.Errorf("--files %s: %w", text, err)), storefiles.Beside(s, all...).Close())
 		}
 		all = append(all, f)
 	}
-	return store.Beside(s, all...), nil
+	return storefiles.Beside(s, all...), nil
 }
 
 // Child is the configuration of a server that another process has started for itself.

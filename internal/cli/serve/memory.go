@@ -10,6 +10,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 )
 
 const (
@@ -53,7 +54,7 @@ func limitHeap(e *engines, s *server.Server, tensors store.Store) {
 		return
 	}
 	outside := e.cfg.memory + e.cfg.pinned + s.ReceiveLimit()
-	if m, ok := tensors.(*store.Memory); ok {
+	if m, ok := tensors.(*memory.Store); ok {
 		_, limit := m.Used()
 		outside += limit
 	}

@@ -37,6 +37,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -72,7 +73,7 @@ func guard(t *testing.T, lines string) *guarded {
 		require.NoError(t, models.Add(m))
 	}
 	require.NoError(t, sources.Add("gen", store.Generator()))
-	kept := store.NewMemory(host.Pool(), 256<<20)
+	kept := memory.New(host.Pool(), 256<<20)
 	may, err := readRoles(g.roles, slog.New(slog.NewTextHandler(&g.log, nil)))
 	require.NoError(t, err)
 	may.stored = kept

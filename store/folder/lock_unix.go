@@ -1,6 +1,6 @@
 //go:build linux || darwin || freebsd || netbsd || openbsd || dragonfly
 
-package store
+package folder
 
 import (
 	"errors"
@@ -8,6 +8,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tensorferry/tensorferry/store"
 )
 
 // lockFolder locks the folder for this process. The lock ends with the file's last
@@ -22,7 +24,7 @@ func lockFolder(path string) (*os.File, error) {
 	}
 	_ = f.Close()
 	if errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, fmt.Errorf("%w: another store holds %s; stop that server, or give this one a folder of its own", ErrLocked, path)
+		return nil, fmt.Errorf("%w: another store holds %s; stop that server, or give this one a folder of its own", store.ErrLocked, path)
 	}
 	return nil, fmt.Errorf("store: lock %s: %w", path, err)
 }

@@ -1,4 +1,4 @@
-package store
+package folder
 
 import (
 	"bytes"
@@ -17,98 +17,28 @@ import (
 	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/shelf"
+	"github.com/tensorferry/tensorferry/store"
 )
 
-// member is a Writer that can be part of a set.
-type member interface {
-	Writer
-	// nameIn returns the tensor's name; empty if the Writer has ended or is not of s.
-	nameIn(s Store) string
-}
-
-// members checks the Writers of a set of s.
-func members[W member](ctx context.Context, s Store, writers []Writer) ([]W, error) {
-	if ctx.Err() != nil {
-		return nil, context.Cause(ctx)
-	}
-	if len(writers) > MaxSet {
-		return nil, fmt.Errorf("%w: a set of %d tensors, the limit is %d", ErrFull, len(writers), MaxSet)
-	}
-	seen := make(map[string]bool, len(writers))
-	set := make([]W, len(writers))
-	for i, w := range writers {
-		name := ""
-		if m, ok := w.(W); ok {
-			set[i], name = m, m.nameIn(s)
-		}
-		if name == "" {
-			return nil, errors.New("store: a Writer of a set has ended, or is of another store")
-		}
-		if seen[name] {
-			return nil, fmt.Errorf("%w: %q is in the set twice", ErrName, name)
-		}
-		seen[name] = true
-	}
-	return set, nil
-}
-
-func abortAll(writers []Writer) {
-	for _, w := range writers {
-		w.Abort()
-	}
-}
-
-// Ready implements Sets: it computes the digest.
-func (m *Memory) Ready(ctx context.Context, w Writer) (Info, error) {
-	set, err := members[*memoryWriter](ctx, m, []Writer{w})
-	if err != nil {
-		return Info{}, err
-	}
-	set[0].seal()
-	return set[0].made.Info(), nil
-}
-
-// CommitAll implements Sets.
-func (m *Memory) CommitAll(ctx context.Context, writers []Writer) ([]Info, error) {
-	defer abortAll(writers)
-	set, err := members[*memoryWriter](ctx, m, writers)
-	if err != nil {
-		return nil, err
-	}
-	made := make([]*resident, len(set))
-	for i, w := range set {
-		w.seal()
-		made[i] = w.made
-	}
-	if err := m.show(made...); err != nil {
-		return nil, err
-	}
-	infos := make([]Info, len(set))
-	for i, w := range set {
-		infos[i] = w.made.Info()
-		w.made = nil
-	}
-	return infos, nil
-}
-
 // Ready implements Sets: it completes the file, waits for the disk and closes the file.
-func (f *Folder) Ready(ctx context.Context, w Writer) (Info, error) {
-	set, err := members[*folderWriter](ctx, f, []Writer{w})
+func (f *Store) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
+	set, err := shelf.Members[*writer](ctx, f, []store.Writer{w})
 	if err == nil {
 		err = set[0].seal()
 	}
 	if err != nil {
-		return Info{}, err
+		return store.Info{}, err
 	}
-	return set[0].made.info.clone(), nil
+	return set[0].made.info.Clone(), nil
 }
 
 // CommitAll implements Sets. The set is committed when its manifest is in the folder: then
 // the index has all of its tensors, and their files get their names. If that fails, the
-// store tries again before its next change, and OpenFolder does.
-func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error) {
-	defer abortAll(writers)
-	set, err := members[*folderWriter](ctx, f, writers)
+// store tries again before its next change, and Open does.
+func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.Info, error) {
+	defer shelf.AbortAll(writers)
+	set, err := shelf.Members[*writer](ctx, f, writers)
 	if err == nil {
 		err = sealAll(ctx, set)
 	}
@@ -133,10 +63,10 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 	syncErr := f.syncNames(f.dir)
 	m.durable, f.unfinished = syncErr == nil, m
 	f.stuck.Store(syncErr != nil)
-	made, infos := make([]*pushed, len(set)), make([]Info, len(set))
+	made, infos := make([]*pushed, len(set)), make([]store.Info, len(set))
 	for i, w := range set {
 		w.made.file = w.temp // until move; no reader has it yet
-		made[i], infos[i], w.made = w.made, w.made.info.clone(), nil
+		made[i], infos[i], w.made = w.made, w.made.info.Clone(), nil
 	}
 	f.changes.Lock()
 	f.show(made...)
@@ -152,7 +82,7 @@ func (f *Folder) CommitAll(ctx context.Context, writers []Writer) ([]Info, error
 
 // sealAll seals the files of a set in a few goroutines, which it waits for, so that their
 // fsyncs overlap.
-func sealAll(ctx context.Context, set []*folderWriter) error {
+func sealAll(ctx context.Context, set []*writer) error {
 	errs := make([]error, sealers)
 	var next atomic.Int64
 	var wg sync.WaitGroup
@@ -200,7 +130,7 @@ func parseManifest(text []byte) (*manifest, error) {
 		if !ok {
 			break // the digest
 		}
-		if !isTemp(temp) || !isPushedName(file) || len(m.moves) == MaxSet {
+		if !isTemp(temp) || !isPushedName(file) || len(m.moves) == store.MaxSet {
 			return nil, fmt.Errorf("%.200q is not a file of a set", line)
 		}
 		m.moves = append(m.moves, move{temp: temp, file: file})
@@ -212,7 +142,7 @@ func parseManifest(text []byte) (*manifest, error) {
 }
 
 // write commits the set in the folder, if the folder is synced after it.
-func (m *manifest) write(f *Folder) error {
+func (m *manifest) write(f *Store) error {
 	temp := filepath.Join(f.dir, newTemp())
 	file, err := f.create(temp)
 	if err != nil {
@@ -229,13 +159,13 @@ func (m *manifest) write(f *Folder) error {
 		err = f.rename(temp, filepath.Join(f.dir, manifestFile))
 	}
 	if err != nil {
-		_ = f.remove(temp) // if this fails, the next OpenFolder removes it
+		_ = f.remove(temp) // if this fails, the next Open removes it
 	}
 	return err
 }
 
 // readManifest reads the set that an earlier store has not finished, if there is one.
-func (f *Folder) readManifest() error {
+func (f *Store) readManifest() error {
 	file, err := os.Open(filepath.Join(f.dir, manifestFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -257,7 +187,7 @@ func (f *Folder) readManifest() error {
 
 // finish gives the files of a committed set their names, and removes its manifest. The
 // caller holds sets.
-func (f *Folder) finish() (err error) {
+func (f *Store) finish() (err error) {
 	u := f.unfinished
 	if u == nil {
 		return nil
@@ -296,7 +226,7 @@ func (f *Folder) finish() (err error) {
 
 // move renames a file of a set, unless that is done. A missing one was renamed before a
 // crash, or another program has deleted it. The caller holds the name's lock.
-func (f *Folder) move(m move) error {
+func (f *Store) move(m move) error {
 	if m.made != nil && m.made.file == m.file {
 		return nil
 	}
@@ -313,7 +243,7 @@ func (f *Folder) move(m move) error {
 // change begins a change of a name, until end is called. If a set could not be finished, it
 // is now; if one is being finished, the name's file gets its name first, so that the set does
 // not undo the change.
-func (f *Folder) change(name, file string) (end func(), err error) {
+func (f *Store) change(name, file string) (end func(), err error) {
 	f.changes.RLock()
 	for f.stuck.Load() {
 		f.changes.RUnlock()
@@ -328,7 +258,7 @@ func (f *Folder) change(name, file string) (end func(), err error) {
 	unlock := f.lockName(file)
 	end = func() { unlock(); f.changes.RUnlock() }
 	err = f.usable()
-	if p, there := f.find(name); err == nil && there {
+	if p, there := f.index.Find(name); err == nil && there {
 		if err = f.move(move{p.file, file, p}); err != nil {
 			err = changing("finish the set in "+manifestFile, err)
 		}

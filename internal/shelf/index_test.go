@@ -1,13 +1,21 @@
-package store
+package shelf
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"math"
 	"runtime"
+	"slices"
 	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/tensorferry/tensorferry/store"
 )
+
+var errStopped = errors.New("stopped")
 
 func TestAListEndsAmidAPageWhenItsReaderHasGone(t *testing.T) {
 	ctx, end := context.WithCancelCause(t.Context())
@@ -55,4 +63,52 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 		require.NoError(t, <-ended)
 	}
 	require.EqualValues(t, room, most.Load())
+}
+
+type value struct{ info store.Info }
+
+func (v *value) About() *store.Info { return &v.info }
+
+func TestTheNamesOfTheLastSetsAreTold(t *testing.T) {
+	var x Index[*value]
+	x.Reset(map[string]*value{})
+	add := func(names ...string) {
+		var list []*value
+		for _, name := range names {
+			list = append(list, &value{store.Info{Name: name}})
+		}
+		x.Put(list...)
+	}
+	expect := func(after int64, want ...string) {
+		t.Helper()
+		names, _, known := x.Changed(after)
+		require.True(t, known)
+		slices.Sort(names)
+		slices.Sort(want)
+		require.True(t, slices.Equal(want, names), "after %d", after)
+	}
+	add("a", "b")
+	_, middle, _ := x.Changed(math.MaxInt64)
+	add("c")
+	x.Drop("b")
+	add("c", "d")
+	expect(0, "a", "b", "c", "d")
+	expect(middle, "c", "d")
+	expect(math.MaxInt64)
+	var many []string
+	for i := range store.MaxSet {
+		many = append(many, fmt.Sprint("many", i))
+	}
+	add(many...)
+	expect(middle, append([]string{"c", "d"}, many...)...)
+	for n := int64(2); n <= 4; n++ {
+		add(many...)
+		_, now, known := x.Changed(math.MaxInt64)
+		require.Equal(t, n*store.MaxSet+4, now)
+		require.True(t, known)
+		expect(now-store.MaxSet, many...)
+		_, _, known = x.Changed(middle)
+		require.False(t, known)
+		require.LessOrEqual(t, len(x.sets), keptNames)
+	}
 }

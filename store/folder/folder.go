@@ -1,11 +1,15 @@
-package store
+// Package folder keeps tensors in a folder, where they survive the process, and serves the
+// model files that others have put there.
+//
+// It never turns a name into a path. Any program may use a Store, which is safe for concurrent
+// use; a folder belongs to one at a time. A Store owns its files, and lends readers copies.
+package folder
 
 import (
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
 	"io"
 	"io/fs"
 	"log/slog"
@@ -13,20 +17,23 @@ import (
 	"math"
 	"os"
 	"path/filepath"
-	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/shelf"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/files"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// FolderConfig configures a Folder. The zero value works.
-type FolderConfig struct {
+// Config configures a Store. The zero value works.
+type Config struct {
 	// Log receives the files that cannot be used; nil means slog.Default().
 	Log *slog.Logger
 	// Limit is the maximum number of bytes in files of pushed tensors, including those
@@ -37,17 +44,17 @@ type FolderConfig struct {
 	MaxTensors int
 }
 
-// Folder keeps each pushed tensor in a .safetensors file of its own, which it maps to read
-// it. It neither serves nor touches other files in the folder: see OpenDir. docs/store.md
+// Store keeps each pushed tensor in a .safetensors file of its own, which it maps to read
+// it. It neither serves nor touches other files in the folder: see OpenWithFiles. docs/store.md
 // says what survives a crash. It is safe for concurrent use.
-type Folder struct {
+type Store struct {
 	dir    string
-	config FolderConfig
+	config Config
 	pool   *slab.Pool // for views
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
 	disk
-	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under mu only
+	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under the lock of index only
 
 	sets       sync.Mutex   // held while a set is committed and its files get their names; guards unfinished
 	unfinished *manifest    // of a committed set, to be finished before the next one
@@ -58,11 +65,11 @@ type Folder struct {
 	// and file agree; see lockName.
 	locks [nameLocks]sync.Mutex
 
-	index[*pushed]
-	writers int // guarded by mu
+	index   shelf.Index[*pushed]
+	writers int // guarded by index
 }
 
-// disk is what a Folder does to its files. It is folderDisk, except in tests.
+// disk is what a Folder does to its files. It is systemDisk, except in tests.
 type disk struct {
 	create    func(path string) (*os.File, error)
 	allocate  func(f *os.File, n int64) error
@@ -73,7 +80,7 @@ type disk struct {
 	remove    func(path string) error
 }
 
-var folderDisk = disk{
+var systemDisk = disk{
 	create:    func(path string) (*os.File, error) { return os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644) },
 	allocate:  reserveDisk,
 	write:     writeViews,
@@ -85,17 +92,42 @@ var folderDisk = disk{
 
 // pushed is a tensor with a file of its own.
 type pushed struct {
-	share // of its bytes on disk: held by the folder and by each mapping
-	described
-	file   string  // guarded by the name's lock, as is mapped
-	mapped *mapped // the last mapping, perhaps already unmapped
+	shelf.Share // of its bytes on disk: held by the folder and by each mapping
+	info        store.Info
+	file        string        // guarded by the name's lock, as is mapped
+	mapped      *shelf.Mapped // the last mapping, perhaps already unmapped
 }
 
-// OpenFolder locks the folder dir, which it creates if needed. It returns ErrLocked if
+func (p *pushed) About() *store.Info { return &p.info }
+
+var (
+	_ store.Sets  = (*Store)(nil)
+	_ store.Meter = (*Store)(nil)
+)
+
+// OpenWithFiles opens a Store, as Open does, and serves beside it the model files that others
+// have put into the folder itself, those of model.safetensors as model/…. The caller closes the
+// store.
+func OpenWithFiles(dir string, config Config) (store.Store, error) {
+	f, err := Open(dir, config)
+	if err != nil {
+		return nil, err
+	}
+	others, err := files.Open(dir, files.Config{Log: config.Log, Flat: true, Skip: isPushedName})
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	if n := others.Len(); n > 0 {
+		f.config.Log.Info("model files in the folder of pushed tensors are served read-only; consider a folder of their own", slog.Int("files", n))
+	}
+	return files.Beside(f, others), nil
+}
+
+// Open locks the folder dir, which it creates if needed. It returns ErrLocked if
 // another store has locked it. It finishes a committed set, deletes the files of unfinished
 // pushes and reads the headers of the others; a damaged file is logged and left alone. The
 // caller closes the store.
-func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
+func Open(dir string, config Config) (*Store, error) {
 	if config.Log == nil {
 		config.Log = slog.Default()
 	}
@@ -115,9 +147,9 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
-	f := &Folder{
-		dir: dir, config: config, lock: lock, locked: locked, disk: folderDisk,
-		pool: slab.NewPool(viewBytes, slab.System),
+	f := &Store{
+		dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk,
+		pool: shelf.ViewPool(),
 	}
 	// First of all isHere: otherwise the temporary files belong to another store.
 	for _, step := range []func() error{f.isHere, f.readManifest, f.finish, f.load} {
@@ -131,31 +163,28 @@ func OpenFolder(dir string, config FolderConfig) (*Folder, error) {
 // isHere reports, with an error that wraps ErrUnavailable, whether the folder is still the
 // one that this store has locked. If the folder was replaced, another store may have locked
 // the new one.
-func (f *Folder) isHere() error {
+func (f *Store) isHere() error {
 	now, err := os.Stat(filepath.Join(f.dir, lockFile))
 	switch {
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
-		return fmt.Errorf("%w: %w", ErrUnavailable, err)
+		return fmt.Errorf("%w: %w", store.ErrUnavailable, err)
 	case err == nil && os.SameFile(f.locked, now):
 		return nil
 	}
-	return fmt.Errorf("%w: the folder %s, or the %s in it, was removed or replaced while this store had it; restart the server", ErrUnavailable, f.dir, lockFile)
+	return fmt.Errorf("%w: the folder %s, or the %s in it, was removed or replaced while this store had it; restart the server", store.ErrUnavailable, f.dir, lockFile)
 }
 
 // usable reports whether the store may be used.
-func (f *Folder) usable() error {
-	f.mu.Lock()
-	closed := f.closed
-	f.mu.Unlock()
-	if closed {
-		return ErrClosed
-	}
-	return f.isHere()
+func (f *Store) usable() error {
+	f.index.Lock()
+	err := f.index.Closed()
+	f.index.Unlock()
+	return cmp.Or(err, f.isHere())
 }
 
 // load deletes the files of unfinished pushes and reads the headers of the others.
-func (f *Folder) load() error {
-	_, entries, err := readDir(f.dir)
+func (f *Store) load() error {
+	entries, err := os.ReadDir(f.dir)
 	tensors := map[string]*pushed{}
 	for _, e := range entries {
 		file := e.Name()
@@ -167,58 +196,62 @@ func (f *Folder) load() error {
 		}
 		info, bytes, e := readPushed(f.dir, file)
 		switch {
-		case outOfFiles(e):
+		case shelf.OutOfFiles(e):
 			return fmt.Errorf("store: %w", e)
 		case e != nil:
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
 		default:
-			p := &pushed{described: described{info}, file: file}
-			said := metadataBytes(info.Metadata)
-			p.init(func() { f.used.Add(-bytes); f.said.Add(-said) })
+			p := &pushed{info: info, file: file}
+			said := shelf.MetadataBytes(info.Metadata)
+			p.Init(func() { f.used.Add(-bytes); f.said.Add(-said) })
 			f.used.Add(bytes)
 			f.said.Add(said)
 			tensors[info.Name] = p
 		}
 	}
-	f.byName, f.names = tensors, slices.Sorted(maps.Keys(tensors))
+	f.index.Reset(tensors)
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
 	}
 	return nil
 }
 
-var nameSeed = maphash.MakeSeed()
+// lockOf returns the index of the lock of a file's name, in which all digits are random.
+func lockOf(file string) uint64 {
+	n, _ := strconv.ParseUint(file[:8], 16, 64) // it is what fileName returns
+	return n % nameLocks
+}
 
 // lockName locks the name of a pushed tensor's file until unlock is called.
-func (f *Folder) lockName(file string) (unlock func()) {
-	lock := &f.locks[maphash.String(nameSeed, file)%nameLocks]
+func (f *Store) lockName(file string) (unlock func()) {
+	lock := &f.locks[lockOf(file)]
 	lock.Lock()
 	return lock.Unlock
 }
 
 // Create implements Store. It reserves the disk space if the file system can, so that
 // ErrFull comes before the first byte is written.
-func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
-	size, err := checkNew(ctx, name, d, metadata)
+func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
+	size, err := shelf.CheckNew(ctx, name, d, metadata)
 	if err == nil {
 		err = f.usable()
 	}
 	if err != nil {
 		return nil, err
 	}
-	w := &folderWriter{folder: f, size: size, made: &pushed{
-		described: described{Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata), Durable: true}}, file: fileName(name),
+	w := &writer{folder: f, size: size, made: &pushed{
+		info: store.Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata), Durable: true}, file: fileName(name),
 	}}
 	header, err := pushedHeader(w.made.info)
 	if err != nil {
 		return nil, err
 	}
 	w.begin = int64(len(header))
-	said := metadataBytes(metadata)
+	said := shelf.MetadataBytes(metadata)
 	if err := f.reserve(name, w.begin, size, said); err != nil {
 		return nil, err
 	}
-	w.made.init(func() { f.used.Add(-w.begin - size); f.said.Add(-said) })
+	w.made.Init(func() { f.used.Add(-w.begin - size); f.said.Add(-said) })
 	w.temp = newTemp()
 	w.file, err = f.create(filepath.Join(f.dir, w.temp))
 	if err == nil {
@@ -233,21 +266,21 @@ func (f *Folder) Create(ctx context.Context, name string, d tensor.Desc, metadat
 }
 
 // reserve charges a tensor of size bytes, its header, and said bytes of metadata to the limits.
-func (f *Folder) reserve(name string, header, size, said int64) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.closed {
-		return ErrClosed
+func (f *Store) reserve(name string, header, size, said int64) error {
+	f.index.Lock()
+	defer f.index.Unlock()
+	if err := f.index.Closed(); err != nil {
+		return err
 	}
-	if _, known := f.byName[name]; !known && len(f.byName)+f.writers >= f.config.MaxTensors {
-		return fmt.Errorf("%w: the limit is %d tensors; delete some", ErrFull, f.config.MaxTensors)
+	if _, known := f.index.Get(name); !known && f.index.Len()+f.writers >= f.config.MaxTensors {
+		return fmt.Errorf("%w: the limit is %d tensors; delete some", store.ErrFull, f.config.MaxTensors)
 	}
 	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
 		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
-			ErrFull, name, size, header, max(free, 0), f.config.Limit)
+			store.ErrFull, name, size, header, max(free, 0), f.config.Limit)
 	}
-	if said > 0 && f.said.Load()+said > folderMetadata {
-		return fmt.Errorf("%w: the metadata of all tensors would be longer than %d bytes; delete some, or push tensor %q with less", ErrFull, folderMetadata, name)
+	if said > 0 && f.said.Load()+said > allMetadata {
+		return fmt.Errorf("%w: the metadata of all tensors would be longer than %d bytes; delete some, or push tensor %q with less", store.ErrFull, allMetadata, name)
 	}
 	f.used.Add(header + size)
 	f.said.Add(said)
@@ -256,56 +289,56 @@ func (f *Folder) reserve(name string, header, size, said int64) error {
 }
 
 // Open implements Store.
-func (f *Folder) Open(_ context.Context, name string) (Reader, error) {
+func (f *Store) Open(_ context.Context, name string) (store.Reader, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
-	defer f.lockName(fileName(name))()                     // so the file is p's
-	p, err := f.open(name, func(p *pushed) { p.retain() }) // a set may replace it now
+	defer f.lockName(fileName(name))()                           // so the file is p's
+	p, err := f.index.Open(name, func(p *pushed) { p.Retain() }) // a set may replace it now
 	if err != nil {
 		return nil, err
 	}
-	if p.mapped != nil && p.mapped.tryRetain() { // by another Reader
+	if p.mapped != nil && p.mapped.TryRetain() { // by another Reader
 		p.Release() // the mapping holds it
 	} else if err := f.mapFile(p); err != nil {
 		p.Release()
 		return nil, err
 	}
-	return (&fileReader{pool: f.pool, info: p.info, file: p.mapped}).open(pushedEntry)
+	r, err := p.mapped.Open(f.pool, p.info, pushedEntry)
+	if err != nil {
+		return nil, err
+	}
+	return r, nil
 }
 
 // mapFile maps p's file. The mapping takes over a hold on p, unless there is an error.
-func (f *Folder) mapFile(p *pushed) error {
+func (f *Store) mapFile(p *pushed) error {
 	st, err := tensorfile.OpenSafetensors(filepath.Join(f.dir, p.file))
 	if errors.Is(err, fs.ErrNotExist) {
 		f.config.Log.Warn("file of a pushed tensor was deleted by another program", slog.String("tensor", p.info.Name), slog.String("file", p.file))
 		f.forget(p)
-		return fmt.Errorf("%w: no tensor %q: its file was deleted", ErrNotFound, p.info.Name)
+		return fmt.Errorf("%w: no tensor %q: its file was deleted", store.ErrNotFound, p.info.Name)
 	}
 	if err != nil {
 		return fmt.Errorf("store: tensor %q: %w", p.info.Name, err)
 	}
-	p.mapped = &mapped{file: st}
-	p.mapped.init(func() {
-		_ = st.Close() // unmapping does not fail
-		p.Release()
-	})
+	p.mapped = shelf.NewMapped(st, p.Release)
 	return nil
 }
 
 // forget removes a pushed tensor. The caller holds the name's lock.
-func (f *Folder) forget(p *pushed) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.byName[p.info.Name] != p { // a set has replaced it
+func (f *Store) forget(p *pushed) {
+	f.index.Lock()
+	defer f.index.Unlock()
+	if now, _ := f.index.Get(p.info.Name); now != p { // a set has replaced it
 		return
 	}
-	f.drop(p.info.Name)
+	f.index.Drop(p.info.Name)
 	p.Release()
 }
 
 // List implements Store.
-func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
+func (f *Store) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
 	if err := f.usable(); err != nil {
 		return nil, err
 	}
@@ -313,8 +346,8 @@ func (f *Folder) List(ctx context.Context, glob, after string, most int) ([]Info
 }
 
 // Delete implements Store. One fsync makes all deletions durable.
-func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
-	deleted, err = deleteEach(ctx, names, f.delete)
+func (f *Store) Delete(ctx context.Context, names ...string) (deleted []string, err error) {
+	deleted, err = shelf.DeleteEach(ctx, names, f.delete)
 	if len(deleted) == 0 {
 		return nil, err
 	}
@@ -325,14 +358,14 @@ func (f *Folder) Delete(ctx context.Context, names ...string) (deleted []string,
 }
 
 // delete deletes the file of a pushed tensor, if it exists.
-func (f *Folder) delete(name string) (there bool, err error) {
+func (f *Store) delete(name string) (there bool, err error) {
 	file := fileName(name)
 	end, err := f.change(name, file)
 	if err != nil {
 		return false, err
 	}
 	defer end()
-	p, there := f.find(name)
+	p, there := f.index.Find(name)
 	if !there {
 		return false, nil
 	}
@@ -344,18 +377,23 @@ func (f *Folder) delete(name string) (there bool, err error) {
 }
 
 // Close implements Store. It unlocks the folder.
-func (f *Folder) Close() error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if err := f.close(); err != nil {
+func (f *Store) Close() error {
+	f.index.Lock()
+	defer f.index.Unlock()
+	if err := f.index.Close(); err != nil {
 		return err
 	}
 	return f.lock.Close()
 }
 
+// Changed implements Sets.
+func (f *Store) Changed(after int64) (names []string, now int64, known bool) {
+	return f.index.Changed(after)
+}
+
 // Used implements Meter: the files of pushed tensors count, with their headers. The limit is what
 // the disk has room for, if that is less.
-func (f *Folder) Used() (used, limit int64) {
+func (f *Store) Used() (used, limit int64) {
 	used, limit = f.used.Load(), f.config.Limit
 	if free, known := freeDisk(f.lock); known {
 		limit = min(limit, used+free)
@@ -363,9 +401,9 @@ func (f *Folder) Used() (used, limit int64) {
 	return used, limit
 }
 
-// folderWriter writes one tensor to a folder.
-type folderWriter struct {
-	folder  *Folder
+// writer writes one tensor to a folder.
+type writer struct {
+	folder  *Store
 	made    *pushed // nil after the end
 	size    int64
 	begin   int64 // offset of the tensor in its file: the header's length
@@ -376,8 +414,8 @@ type folderWriter struct {
 	started int64 // bytes whose write-back was started
 }
 
-func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) error {
-	if err := checkViews(off, views, w.size); err != nil {
+func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) error {
+	if err := shelf.CheckViews(ctx, off, views, w.size); err != nil {
 		return err
 	}
 	if err := w.folder.write(w.file, w.begin+off, views); err != nil {
@@ -395,40 +433,40 @@ func (w *folderWriter) WriteViews(_ context.Context, off int64, views [][]byte) 
 }
 
 // Commit makes the file durable, then its name, and only then adds it to the index.
-func (w *folderWriter) Commit(context.Context) (Info, error) {
+func (w *writer) Commit(context.Context) (store.Info, error) {
 	defer w.Abort()
 	p, f := w.made, w.folder
 	if err := w.seal(); err != nil {
-		return Info{}, err
+		return store.Info{}, err
 	}
 	end, err := f.change(p.info.Name, p.file)
 	if err != nil {
-		return Info{}, err
+		return store.Info{}, err
 	}
 	defer end()
 	if err := f.rename(filepath.Join(f.dir, w.temp), filepath.Join(f.dir, p.file)); err != nil {
-		return Info{}, w.failed("name", err)
+		return store.Info{}, w.failed("name", err)
 	}
 	syncErr := f.syncNames(f.dir)
 	f.show(p)
 	w.made = nil
 	if syncErr != nil { // the older tensor is gone
-		return p.info.clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
+		return p.info.Clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
 	}
-	return p.info.clone(), nil
+	return p.info.Clone(), nil
 }
 
 // show makes what Writers have made visible, in place of older tensors.
-func (f *Folder) show(made ...*pushed) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for _, old := range f.put(made...) {
+func (f *Store) show(made ...*pushed) {
+	f.index.Lock()
+	defer f.index.Unlock()
+	for _, old := range f.index.Put(made...) {
 		old.Release()
 	}
 	f.writers -= len(made)
 }
 
-func (w *folderWriter) nameIn(s Store) string {
+func (w *writer) NameIn(s store.Store) string {
 	if w.made == nil || s != w.folder {
 		return ""
 	}
@@ -436,7 +474,7 @@ func (w *folderWriter) nameIn(s Store) string {
 }
 
 // seal completes the file, waits for the disk and closes the file, once.
-func (w *folderWriter) seal() error {
+func (w *writer) seal() error {
 	if w.file != nil {
 		if err := errors.Join(w.complete(), w.file.Close()); err != nil {
 			w.spoiled = w.failed("finish", err) // another fsync would succeed, although bytes are lost
@@ -447,7 +485,7 @@ func (w *folderWriter) seal() error {
 }
 
 // complete writes the header and waits for the disk.
-func (w *folderWriter) complete() error {
+func (w *writer) complete() error {
 	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.begin, w.size), w.size); err != nil {
 		return err
 	}
@@ -463,28 +501,28 @@ func (w *folderWriter) complete() error {
 	return w.folder.sync(w.file)
 }
 
-func (w *folderWriter) Abort() {
+func (w *writer) Abort() {
 	if w.made == nil {
 		return
 	}
 	if w.file != nil {
 		_ = w.file.Close() // its contents are discarded
 	}
-	_ = w.folder.remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next OpenFolder removes it
+	_ = w.folder.remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next Open removes it
 	w.made.Release()
 	w.made = nil
-	w.folder.mu.Lock()
-	defer w.folder.mu.Unlock()
+	w.folder.index.Lock()
+	defer w.folder.index.Unlock()
 	w.folder.writers--
 }
 
 // failed returns the error of a failed operation, which wraps ErrFull if the disk is full.
-func (w *folderWriter) failed(what string, err error) error {
+func (w *writer) failed(what string, err error) error {
 	name, n := w.made.info.Name, w.begin+w.size
 	var errno syscall.Errno
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
-		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", ErrFull, what, name, n, errno)
+		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", store.ErrFull, what, name, n, errno)
 	}
 	return changing(fmt.Sprintf("%s tensor %q", what, name), err)
 }
@@ -493,7 +531,7 @@ func (w *folderWriter) failed(what string, err error) error {
 // changes would fail, too.
 func changing(what string, err error) error {
 	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EIO) {
-		return fmt.Errorf("%w: %s: %w", ErrUnwritable, what, err)
+		return fmt.Errorf("%w: %s: %w", store.ErrUnwritable, what, err)
 	}
 	return fmt.Errorf("store: %s: %w", what, err)
 }

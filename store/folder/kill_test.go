@@ -1,4 +1,4 @@
-package store
+package folder
 
 import (
 	"bufio"
@@ -17,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/store/storetest"
 )
 
 const (
@@ -48,7 +49,7 @@ func TestChild(t *testing.T) {
 	}
 	next, err := strconv.ParseUint(first, 10, 64)
 	require.NoError(t, err)
-	f := openFolder(t, dir, FolderConfig{})
+	f := openFolder(t, dir, Config{})
 	var wg sync.WaitGroup
 	for id := range uint64(2) {
 		wg.Go(func() {
@@ -61,7 +62,7 @@ func TestChild(t *testing.T) {
 					_, _ = f.Delete(t.Context(), name) // which may not be there
 				} else {
 					data := version(n)
-					push(t, f, name, vector(int64(len(data))), data, 64*kib, nil)
+					storetest.Push(t, f, name, storetest.Vector(int64(len(data))), data, 64<<10, nil)
 				}
 				fmt.Printf("%s %s %d\n", what, name, n) // one write, so whole or absent
 			}
@@ -108,11 +109,11 @@ func TestWhatWasAcknowledgedSurvivesAKill(t *testing.T) {
 		next += 4 // what was not acknowledged has a version of its own
 
 		var log logged
-		f := openFolder(t, dir, FolderConfig{Log: log.logger()})
+		f := openFolder(t, dir, Config{Log: log.logger()})
 		there := map[string]bool{}
-		for _, name := range listed(t, f) {
+		for _, name := range storetest.Names(t, f) {
 			there[name] = true
-			got := get(t, f, name) // which holds it to its digest
+			got := storetest.Get(t, f, name) // which holds it to its digest
 			n := binary.LittleEndian.Uint64(got)
 			require.Equal(t, version(n), got)
 			last := acked[name]
@@ -143,9 +144,9 @@ func TestSetChild(t *testing.T) {
 	}
 	next, err := strconv.ParseUint(first, 10, 64)
 	require.NoError(t, err)
-	f := openFolder(t, dir, FolderConfig{})
+	f := openFolder(t, dir, Config{})
 	for n := next; ; n++ {
-		_, err := f.CommitAll(t.Context(), begun(t, f, version(n)[:8+n*7919%50_000], setNames...))
+		_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, version(n)[:8+n*7919%50_000], setNames...))
 		require.NoError(t, err)
 		fmt.Printf("pushed set %d\n", n)
 	}
@@ -162,12 +163,12 @@ func TestASetSurvivesAKillWholeOrNotAtAll(t *testing.T) {
 			manifests++
 		}
 		var log logged
-		f := openFolder(t, dir, FolderConfig{Log: log.logger()})
-		got := get(t, f, setNames[0])
+		f := openFolder(t, dir, Config{Log: log.logger()})
+		got := storetest.Get(t, f, setNames[0])
 		n := binary.LittleEndian.Uint64(got)
 		require.GreaterOrEqual(t, n, acked)
 		for _, name := range setNames {
-			require.Equal(t, version(n)[:8+n*7919%50_000], get(t, f, name), "%s, the first has version %d", name, n)
+			require.Equal(t, version(n)[:8+n*7919%50_000], storetest.Get(t, f, name), "%s, the first has version %d", name, n)
 		}
 		next = n + 1
 		require.Zero(t, log.count(""), "%s", &log.text)

@@ -1,10 +1,8 @@
-package store
+package folder
 
 import (
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,29 +12,20 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/shelf"
+	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/storetest"
 )
 
 var errFault = errors.New("the disk is on fire")
 
-// begun returns Writers that have written data, and are not yet committed.
-func begun(t testing.TB, s Store, data []byte, names ...string) (set []Writer) {
-	t.Helper()
-	for _, name := range names {
-		w, err := s.Create(t.Context(), name, vector(int64(len(data))), nil)
-		require.NoError(t, err)
-		t.Cleanup(w.Abort)
-		require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
-		set = append(set, w)
-	}
-	return set
-}
-
 // hasSet reports whether all tensors of the set are there, or none is.
-func hasSet(t testing.TB, f *Folder) bool {
+func hasSet(t testing.TB, f *Store) bool {
 	t.Helper()
 	texts := map[string]string{}
-	for _, name := range listed(t, f) {
-		texts[name] = string(get(t, f, name))
+	for _, name := range storetest.Names(t, f) {
+		texts[name] = string(storetest.Get(t, f, name))
 	}
 	if texts["b"] == "" {
 		require.Equal(t, map[string]string{"a": "old", "c": "old"}, texts)
@@ -54,10 +43,10 @@ func TestAFaultAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
 		for _, once := range []bool{true, false} {
 			t.Run(fmt.Sprintf("step=%d/once=%t", step, once), func(t *testing.T) {
 				dir, killed := t.TempDir(), filepath.Join(t.TempDir(), "killed")
-				f := closing(t, openFolder(t, dir, FolderConfig{}))
-				put(t, f, "a", []byte("old"))
-				put(t, f, "c", []byte("old"))
-				set := begun(t, f, []byte("new"), "a", "b", "c")
+				f := storetest.Close(t, openFolder(t, dir, Config{}))
+				storetest.Put(t, f, "a", []byte("old"))
+				storetest.Put(t, f, "c", []byte("old"))
+				set := storetest.Begin(t, f, []byte("new"), "a", "b", "c")
 				require.NoError(t, errorOf(f.Ready(t.Context(), set[1])))
 				n := -1
 				fault := func() error {
@@ -87,10 +76,10 @@ func TestAFaultAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
 				require.Equal(t, all, len(infos) == 3)
 				require.Equal(t, step < 3, err != nil, "%v", err)
 				require.Less(t, n, steps)
-				crashed := closing(t, openFolder(t, killed, FolderConfig{}))
+				crashed := storetest.Close(t, openFolder(t, killed, Config{}))
 				require.Equal(t, all, hasSet(t, crashed))
 				require.NoError(t, crashed.Close())
-				w := begun(t, f, []byte("again"), "a")[0]
+				w := storetest.Begin(t, f, []byte("again"), "a")[0]
 				_, err = w.Commit(t.Context())
 				deleted, err2 := f.Delete(t.Context(), "c")
 				if once {
@@ -105,12 +94,12 @@ func TestAFaultAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
 					return
 				}
 				require.NoError(t, f.Close())
-				f = closing(t, openFolder(t, dir, FolderConfig{}))
+				f = storetest.Close(t, openFolder(t, dir, Config{}))
 				if !once {
 					require.Equal(t, all, hasSet(t, f))
 				} else {
-					require.Equal(t, "again", string(get(t, f, "a")), "a set does not replace what came later")
-					require.NotContains(t, listed(t, f), "c")
+					require.Equal(t, "again", string(storetest.Get(t, f, "a")), "a set does not replace what came later")
+					require.NotContains(t, storetest.Names(t, f), "c")
 				}
 				for _, name := range filesIn(t, dir) {
 					require.True(t, isPushedName(name), "%s is left", name)
@@ -175,15 +164,15 @@ func TestADiskThatIsFullAtAnyStepOfASetLeavesAllOrNothing(t *testing.T) {
 // fillAt returns the operation that met the full disk; empty if none did.
 func fillAt(t *testing.T, step int, once bool) (what string) {
 	dir := t.TempDir()
-	f := closing(t, openFolder(t, dir, FolderConfig{}))
-	put(t, f, "a", []byte("old"))
-	put(t, f, "c", []byte("old"))
+	f := storetest.Close(t, openFolder(t, dir, Config{}))
+	storetest.Put(t, f, "a", []byte("old"))
+	storetest.Put(t, f, "c", []byte("old"))
 	old, err := f.Open(t.Context(), "a")
 	require.NoError(t, err)
 	before, _ := f.Used()
 
 	n, isCommitted := -1, false
-	f.disk = failing(folderDisk, func(next string) error {
+	f.disk = failing(systemDisk, func(next string) error {
 		if n++; n == step || n > step && !once {
 			if n == step {
 				what = next
@@ -199,7 +188,7 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 	require.Equal(t, all, len(infos) == 3)
 	used, _ := f.Used()
 	if !all {
-		require.ErrorIs(t, err, ErrFull, what)
+		require.ErrorIs(t, err, store.ErrFull, what)
 		require.ErrorIs(t, err, syscall.ENOSPC)
 		require.Equal(t, before, used)
 		for _, name := range filesIn(t, dir) {
@@ -211,7 +200,7 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 	// A process that ends now leaves the same, and less on disk.
 	copied := filepath.Join(t.TempDir(), "copied")
 	require.NoError(t, os.CopyFS(copied, os.DirFS(dir)))
-	restarted := closing(t, openFolder(t, copied, FolderConfig{}))
+	restarted := storetest.Close(t, openFolder(t, copied, Config{}))
 	require.Equal(t, all, hasSet(t, restarted))
 	for _, name := range filesIn(t, copied) {
 		require.True(t, isPushedName(name), "%s is left", name)
@@ -222,16 +211,16 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 	}
 	require.Equal(t, again, used)
 
-	f.disk = folderDisk // there is room again
+	f.disk = systemDisk // there is room again
 	infos, err = commitSet(t, f)
 	require.NoError(t, err)
 	require.Len(t, infos, 3)
 	require.True(t, hasSet(t, f))
-	require.Equal(t, "old", string(read(t, old, 10)))
+	require.Equal(t, "old", string(testkit.Must(storetest.Read(t.Context(), old, 10))))
 	old.Release()
 	used, _ = f.Used()
 	require.NoError(t, f.Close())
-	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	f = storetest.Close(t, openFolder(t, dir, Config{}))
 	require.True(t, hasSet(t, f))
 	for _, name := range filesIn(t, dir) {
 		require.True(t, isPushedName(name), "%s is left", name)
@@ -242,12 +231,12 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 }
 
 // commitSet pushes a set as a server does. After an error nothing is left of its Writers.
-func commitSet(t *testing.T, f *Folder) ([]Info, error) {
+func commitSet(t *testing.T, f *Store) ([]store.Info, error) {
 	t.Helper()
-	var set []Writer
-	defer func() { abortAll(set) }()
+	var set []store.Writer
+	defer func() { shelf.AbortAll(set) }()
 	for _, name := range []string{"a", "b", "c"} {
-		w, err := f.Create(t.Context(), name, vector(3), nil)
+		w, err := f.Create(t.Context(), name, storetest.Vector(3), nil)
 		if err != nil {
 			return nil, err
 		}
@@ -266,34 +255,34 @@ func commitSet(t *testing.T, f *Folder) ([]Info, error) {
 
 func TestASetWhoseFileCannotBeFinishedChangesNothing(t *testing.T) {
 	dir := t.TempDir()
-	f := closing(t, openFolder(t, dir, FolderConfig{}))
-	put(t, f, "a", []byte("old"))
-	put(t, f, "c", []byte("old"))
-	set := begun(t, f, []byte("new"), "a", "b", "c")
+	f := storetest.Close(t, openFolder(t, dir, Config{}))
+	storetest.Put(t, f, "a", []byte("old"))
+	storetest.Put(t, f, "c", []byte("old"))
+	set := storetest.Begin(t, f, []byte("new"), "a", "b", "c")
 	require.NoError(t, errorOf(f.Ready(t.Context(), set[0])))
-	require.NoError(t, set[1].(*folderWriter).file.Close()) // what is written to it fails
+	require.NoError(t, set[1].(*writer).file.Close()) // what is written to it fails
 	require.ErrorIs(t, errorOf(f.Ready(t.Context(), set[1])), os.ErrClosed)
 	_, err := f.CommitAll(t.Context(), set)
 	require.ErrorIs(t, err, os.ErrClosed, "a failure is not forgotten")
 	require.False(t, hasSet(t, f))
 
-	set = begun(t, f, []byte("new"), "a", "b", "c")
+	set = storetest.Begin(t, f, []byte("new"), "a", "b", "c")
 	require.NoError(t, os.Mkdir(filepath.Join(dir, manifestFile), 0o755)) // so that it cannot be written
 	_, err = f.CommitAll(t.Context(), set)
 	require.ErrorContains(t, err, `commit tensor "a"`)
 	require.False(t, hasSet(t, f))
 	require.Len(t, filesIn(t, dir), 3, "no temporary file is left")
 	require.NoError(t, f.Close())
-	_, err = OpenFolder(dir, FolderConfig{})
+	_, err = Open(dir, Config{})
 	require.ErrorContains(t, err, manifestFile)
 }
 
 func TestASetWhoseManifestAnotherProgramRemovesIsFinished(t *testing.T) {
 	dir := t.TempDir()
 	var log logged
-	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
-	put(t, f, "a", []byte("old"))
-	put(t, f, "c", []byte("old"))
+	f := storetest.Close(t, openFolder(t, dir, Config{Log: log.logger()}))
+	storetest.Put(t, f, "a", []byte("old"))
+	storetest.Put(t, f, "c", []byte("old"))
 	n := 0
 	f.rename = func(from, to string) error {
 		if n++; n == 3 { // the manifest's, one file's, and another's
@@ -301,15 +290,15 @@ func TestASetWhoseManifestAnotherProgramRemovesIsFinished(t *testing.T) {
 		}
 		return os.Rename(from, to)
 	}
-	_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), "a", "b", "c"))
+	_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, []byte("new"), "a", "b", "c"))
 	require.NoError(t, err)
 	require.Equal(t, 1, log.count("files=2"))
 	require.NoError(t, os.Remove(filepath.Join(dir, manifestFile)))
-	put(t, f, "d", []byte("later"))
-	remove(t, f, "d")
+	storetest.Put(t, f, "d", []byte("later"))
+	storetest.Remove(t, f, "d")
 	require.True(t, hasSet(t, f))
 	require.NoError(t, f.Close())
-	require.True(t, hasSet(t, closing(t, openFolder(t, dir, FolderConfig{}))))
+	require.True(t, hasSet(t, storetest.Close(t, openFolder(t, dir, Config{}))))
 	require.Len(t, filesIn(t, dir), 3)
 }
 
@@ -332,7 +321,7 @@ func TestAManifestIsCheckedBeforeItIsFollowed(t *testing.T) {
 		"a temp outside the folder":      text(".push-/../../A.tmp", file),
 		"a name that is a user's":        text(temp, "m.safetensors"),
 		"a name outside the folder":      text(temp, "../"+file),
-		"more files than a set may have": string((&manifest{moves: make([]move, MaxSet+1)}).text()),
+		"more files than a set may have": string((&manifest{moves: make([]move, store.MaxSet+1)}).text()),
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -340,7 +329,7 @@ func TestAManifestIsCheckedBeforeItIsFollowed(t *testing.T) {
 			for _, file := range files {
 				require.NoError(t, os.WriteFile(filepath.Join(dir, file), []byte(bad), 0o644))
 			}
-			_, err := OpenFolder(dir, FolderConfig{})
+			_, err := Open(dir, Config{})
 			require.ErrorContains(t, err, "is damaged")
 			require.Len(t, filesIn(t, dir), len(files), "nothing is deleted or renamed")
 		})
@@ -370,7 +359,7 @@ func FuzzManifest(f *testing.F) {
 	})
 }
 
-func errorOf(_ Info, err error) error { return err }
+func errorOf(_ store.Info, err error) error { return err }
 
 // TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames stops a set at each of its files in
 // turn. Meanwhile all of the set is read, and names of it are pushed and deleted; a process that
@@ -380,7 +369,7 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 	taken := map[uint64]bool{}
 	for i := 0; len(names) < 5; i++ { // whose locks differ
 		name := fmt.Sprint("n", i)
-		if lock := maphash.String(nameSeed, fileName(name)) % nameLocks; !taken[lock] {
+		if lock := lockOf(fileName(name)); !taken[lock] {
 			taken[lock] = true
 			names = append(names, name)
 		}
@@ -389,9 +378,9 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 	for stopped := range names {
 		t.Run(fmt.Sprint("stopped=", stopped), func(t *testing.T) {
 			dir := t.TempDir()
-			f := closing(t, openFolder(t, dir, FolderConfig{}))
+			f := storetest.Close(t, openFolder(t, dir, Config{}))
 			for _, name := range names[:2] {
-				put(t, f, name, []byte("old"))
+				storetest.Put(t, f, name, []byte("old"))
 			}
 			is, goes := make(chan struct{}), make(chan struct{})
 			f.rename = func(from, to string) error {
@@ -404,7 +393,7 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 			}
 			reached, done := is, make(chan error, 2)
 			go func() { // ends with goes
-				_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), names...))
+				_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, []byte("new"), names...))
 				done <- err
 			}()
 			<-reached
@@ -412,15 +401,15 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 			for _, name := range names {
 				want[name] = "new"
 			}
-			holds := func(f *Folder) {
+			holds := func(f *Store) {
 				t.Helper()
 				got := map[string]string{}
-				for _, name := range listed(t, f) {
+				for _, name := range storetest.Names(t, f) {
 					if f.dir == dir && name == names[stopped] { // its name is locked
 						got[name] = want[name]
 						continue
 					}
-					got[name] = string(get(t, f, name))
+					got[name] = string(storetest.Get(t, f, name))
 				}
 				require.Equal(t, want, got)
 			}
@@ -428,25 +417,25 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 				t.Helper()
 				killed := filepath.Join(t.TempDir(), "killed")
 				require.NoError(t, os.CopyFS(killed, os.DirFS(dir)))
-				f := closing(t, openFolder(t, killed, FolderConfig{}))
+				f := storetest.Close(t, openFolder(t, killed, Config{}))
 				holds(f)
 				require.NoError(t, f.Close())
 			}
 			holds(f)
 			crash()
 			first, second := names[(stopped+1)%4], names[(stopped+2)%4]
-			put(t, f, first, []byte("later"))
+			storetest.Put(t, f, first, []byte("later"))
 			want[first] = "later"
 			holds(f)
 			crash()
-			remove(t, f, second)
+			storetest.Remove(t, f, second)
 			delete(want, second)
-			put(t, f, another, []byte("later"))
+			storetest.Put(t, f, another, []byte("later"))
 			want[another] = "later"
 			holds(f)
 			crash()
 			go func() { // ends with goes
-				_, err := f.CommitAll(t.Context(), begun(t, f, []byte("last"), first, second))
+				_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, []byte("last"), first, second))
 				done <- err
 			}()
 			holds(f)
@@ -456,7 +445,7 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 			want[first], want[second] = "last", "last"
 			stopped = -1
 			for _, name := range names {
-				require.Equal(t, want[name], string(get(t, f, name)))
+				require.Equal(t, want[name], string(storetest.Get(t, f, name)))
 			}
 			crash()
 			for _, name := range filesIn(t, dir) {
@@ -467,7 +456,7 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 }
 
 func TestASetWhoseFilesCannotBeNamedYetIsFinishedBeforeTheNextChange(t *testing.T) {
-	f := closing(t, openFolder(t, t.TempDir(), FolderConfig{}))
+	f := storetest.Close(t, openFolder(t, t.TempDir(), Config{}))
 	fails := true
 	f.rename = func(from, to string) error {
 		if fails && isPushedName(filepath.Base(to)) {
@@ -475,61 +464,19 @@ func TestASetWhoseFilesCannotBeNamedYetIsFinishedBeforeTheNextChange(t *testing.
 		}
 		return os.Rename(from, to)
 	}
-	_, err := f.CommitAll(t.Context(), begun(t, f, []byte("new"), "a", "b", "c"))
+	_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, []byte("new"), "a", "b", "c"))
 	require.NoError(t, err)
 	require.True(t, hasSet(t, f))
 	_, err = f.Delete(t.Context(), "a")
 	require.ErrorIs(t, err, errFault)
-	_, err = begun(t, f, []byte("x"), "d")[0].Commit(t.Context())
+	_, err = storetest.Begin(t, f, []byte("x"), "d")[0].Commit(t.Context())
 	require.ErrorIs(t, err, errFault)
 	require.True(t, hasSet(t, f))
 	fails = false
-	put(t, f, "d", []byte("later"))
-	remove(t, f, "d")
+	storetest.Put(t, f, "d", []byte("later"))
+	storetest.Remove(t, f, "d")
 	for _, name := range filesIn(t, f.dir) {
 		require.True(t, isPushedName(name), "%s is left", name)
 	}
 	require.True(t, hasSet(t, f))
-}
-
-func TestTheNamesOfTheLastSetsAreTold(t *testing.T) {
-	var x index[*part]
-	x.byName = map[string]*part{}
-	add := func(names ...string) {
-		var list []*part
-		for _, name := range names {
-			list = append(list, &part{described: described{Info{Name: name}}})
-		}
-		x.put(list...)
-	}
-	expect := func(after int64, want ...string) {
-		t.Helper()
-		names, _, known := x.Changed(after)
-		require.True(t, known)
-		require.ElementsMatch(t, want, names)
-	}
-	add("a", "b")
-	_, middle, _ := x.Changed(math.MaxInt64)
-	add("c")
-	x.drop("b")
-	add("c", "d")
-	expect(0, "a", "b", "c", "d")
-	expect(middle, "c", "d")
-	expect(math.MaxInt64)
-	var many []string
-	for i := range MaxSet {
-		many = append(many, fmt.Sprint("many", i))
-	}
-	add(many...)
-	expect(middle, append([]string{"c", "d"}, many...)...)
-	for n := int64(2); n <= 4; n++ {
-		add(many...)
-		_, now, known := x.Changed(math.MaxInt64)
-		require.Equal(t, n*MaxSet+4, now)
-		require.True(t, known)
-		expect(now-MaxSet, many...)
-		_, _, known = x.Changed(middle)
-		require.False(t, known)
-		require.LessOrEqual(t, len(x.sets), keptNames)
-	}
 }

@@ -1,23 +1,25 @@
-package store
+package folder
 
 import (
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/memory"
+	"github.com/tensorferry/tensorferry/store/storetest"
 )
 
 const (
+	mib        = 1 << 20
 	benchChunk = 1 * mib
-	benchView  = 16 * kib // what gRPC's buffers hold
+	benchView  = 16 << 10 // what gRPC's buffers hold
 )
 
 // BenchmarkPush pushes a tensor into each store in chunks as they come from the
@@ -45,15 +47,15 @@ func BenchmarkPush(b *testing.B) {
 				require.NoError(b, f.Close())
 			}
 		})
-		for to, s := range map[string]Store{
-			"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
-			"memory": closing(b, NewMemory(slab.NewPool(2*size, slab.System), 3*size)),
+		for to, s := range map[string]store.Store{
+			"folder": storetest.Close(b, openFolder(b, filepath.Join(dir, "folder"), Config{})),
+			"memory": storetest.Close(b, memory.New(slab.NewPool(2*size, slab.System), 3*size)),
 		} {
 			b.Run(name+"/to="+to, func(b *testing.B) {
 				b.SetBytes(size)
 				b.ReportAllocs()
 				for b.Loop() {
-					w, err := s.Create(b.Context(), "x", vector(size), nil)
+					w, err := s.Create(b.Context(), "x", storetest.Vector(size), nil)
 					require.NoError(b, err)
 					for off := int64(0); off < size; off += benchChunk {
 						require.NoError(b, w.WriteViews(b.Context(), off, views))
@@ -73,39 +75,18 @@ func BenchmarkDelete(b *testing.B) {
 	const count = 256
 	for name, atATime := range map[string]int{"at-a-time=256": count, "at-a-time=1": 1} {
 		b.Run("tensors=256/"+name, func(b *testing.B) {
-			f := closing(b, openFolder(b, b.TempDir(), FolderConfig{}))
+			f := storetest.Close(b, openFolder(b, b.TempDir(), Config{}))
 			names := make([]string, count)
 			for b.Loop() {
 				b.StopTimer()
 				for i := range names {
 					names[i] = strconv.Itoa(i)
-					put(b, f, names[i], []byte(names[i]))
+					storetest.Put(b, f, names[i], []byte(names[i]))
 				}
 				b.StartTimer()
 				for some := range slices.Chunk(names, atATime) {
-					remove(b, f, some...)
+					storetest.Remove(b, f, some...)
 				}
-			}
-		})
-	}
-}
-
-// BenchmarkListAfterAPush lists a few tensors of a folder that has just changed, as one
-// does that takes pushes: it is looked at anew.
-func BenchmarkListAfterAPush(b *testing.B) {
-	for _, count := range []int{1000, 30_000} {
-		b.Run(fmt.Sprintf("tensors=%d", count), func(b *testing.B) {
-			dir := b.TempDir()
-			for i := range count { // written without fsync: that is not what takes time here
-				info := Info{Name: fmt.Sprintf("%05d", i), Desc: vector(1), Stored: time.Unix(1, 0)}
-				header, err := pushedHeader(info)
-				require.NoError(b, err)
-				require.NoError(b, os.WriteFile(filepath.Join(dir, fileName(info.Name)), append(header, 1), 0o644))
-			}
-			f, _, files := openDir(b, dir, FolderConfig{})
-			for b.Loop() {
-				files.scan.settled = false
-				require.Len(b, must(f.List(b.Context(), "", "", 10)), 10)
 			}
 		})
 	}
@@ -116,11 +97,11 @@ func BenchmarkListAfterAPush(b *testing.B) {
 func BenchmarkView(b *testing.B) {
 	const size = 256 * mib
 	dir := b.TempDir()
-	for from, s := range map[string]Store{
-		"folder": closing(b, openFolder(b, filepath.Join(dir, "folder"), FolderConfig{})),
-		"memory": closing(b, NewMemory(slab.NewPool(0, slab.System), size)),
+	for from, s := range map[string]store.Store{
+		"folder": storetest.Close(b, openFolder(b, filepath.Join(dir, "folder"), Config{})),
+		"memory": storetest.Close(b, memory.New(slab.NewPool(0, slab.System), size)),
 	} {
-		put(b, s, "x", make([]byte, size))
+		storetest.Put(b, s, "x", make([]byte, size))
 		b.Run("bytes=256MiB/from="+from, func(b *testing.B) {
 			b.SetBytes(size)
 			b.ReportAllocs()

@@ -1,4 +1,4 @@
-package store
+package files
 
 import (
 	"errors"
@@ -10,21 +10,24 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/shelf"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // part is a tensor of a model file, or the file's document.
 type part struct {
-	described        // mu guards its digest; the rest does not change
-	name      string // within the file
-	document  []byte // set if it is the document
-	whole     *wholeFile
+	info     store.Info // the lock of the index guards its digest; the rest does not change
+	name     string     // within the file
+	document []byte     // set if it is the document
+	whole    *wholeFile
 }
+
+func (p *part) About() *store.Info { return &p.info }
 
 // scan is what was last seen in the folder.
 type scan struct {
@@ -41,16 +44,10 @@ type wholeFile struct {
 	seen    []fs.FileInfo // their state when last seen; nil if missing
 	tensors int           // in the file; 0 if it is damaged
 	parts   []*part       // its tensors that can be used
-	mapped  *mapped       // nil if the file cannot be used
+	mapped  *shelf.Mapped // nil if the file cannot be used
 }
 
 func (w *wholeFile) usable() bool { return w != nil && w.mapped != nil }
-
-// mapped is a mapped file. It is unmapped when nobody holds it any more.
-type mapped struct {
-	share
-	file *tensorfile.Safetensors
-}
 
 // stats returns the FileInfos of files; nil for a file that does not exist or is not
 // regular.
@@ -78,12 +75,12 @@ func (w *wholeFile) asItWas() bool { return slices.EqualFunc(w.seen, stats(w.pat
 // rescan looks for new, changed and removed files. Concurrent callers share a scan that
 // began after they called. With always, it scans even if the times of the folders have not
 // changed: a file may have been modified.
-func (f *Files) rescan(always bool) error {
+func (f *Store) rescan(always bool) error {
 	before := f.scans.Load()
 	f.scanning.Lock()
 	defer f.scanning.Unlock()
 	if f.scan.files == nil {
-		return ErrClosed
+		return store.ErrClosed
 	}
 	if f.scans.Load() > before {
 		return nil
@@ -108,7 +105,7 @@ func (f *Files) rescan(always bool) error {
 // unchanged reports whether the folders are as they were, and the files that cannot be used:
 // one may have been seen while it was being copied, and only the beginning of the copy
 // changes the folder's time.
-func (f *Files) unchanged() bool {
+func (f *Store) unchanged() bool {
 	for path, at := range f.scan.dirs {
 		if at.IsZero() { // its permissions may change, which its time does not show
 			if _, _, err := readDir(path); err == nil {
@@ -128,20 +125,20 @@ func (f *Files) unchanged() bool {
 
 // walk returns the folders with their times, and the paths of the model files in them,
 // relative to the folder, without those that belong to an index.
-func (f *Files) walk() (dirs map[string]time.Time, found []string, err error) {
+func (f *Store) walk() (dirs map[string]time.Time, found []string, err error) {
 	dirs = map[string]time.Time{}
 	for pending := []string{"."}; len(pending) > 0; pending = pending[1:] {
 		dir := pending[0]
 		path := filepath.Join(f.dir, dir)
 		at, entries, err := readDir(path)
 		switch {
-		case outOfFiles(err):
+		case shelf.OutOfFiles(err):
 			return nil, nil, fmt.Errorf("store: %w", err)
 		case err != nil && dir == ".":
-			return nil, nil, fmt.Errorf("%w: %w", ErrUnavailable, err)
+			return nil, nil, fmt.Errorf("%w: %w", store.ErrUnavailable, err)
 		case err != nil:
 			if _, known := f.scan.dirs[path]; !known {
-				f.log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
+				f.config.Log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
 			}
 			at = time.Time{}
 		}
@@ -169,22 +166,17 @@ func readDir(path string) (at time.Time, entries []fs.DirEntry, err error) {
 	return info.ModTime(), entries, err
 }
 
-// outOfFiles reports whether this process cannot open files now.
-func outOfFiles(err error) bool {
-	return errors.Is(err, syscall.EMFILE) || errors.Is(err, syscall.ENFILE)
-}
-
 // sort separates the subfolders of a folder from the model files.
-func (f *Files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
+func (f *Store) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 	shards := map[string]bool{}
 	for _, e := range entries {
 		switch name := e.Name(); {
 		case strings.HasPrefix(name, "."):
 		case e.IsDir():
-			if !f.flat {
+			if !f.config.Flat {
 				sub = append(sub, filepath.Join(dir, name))
 			}
-		case f.flat && isPushedName(name):
+		case f.config.Skip != nil && f.config.Skip(name):
 		case strings.HasSuffix(name, tensorfile.FileSuffix), strings.HasSuffix(name, tensorfile.IndexSuffix):
 			path := filepath.Join(dir, name)
 			found = append(found, path)
@@ -197,7 +189,7 @@ func (f *Files) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 }
 
 // look reads the headers of new and changed files.
-func (f *Files) look(found []string) (err error) {
+func (f *Store) look(found []string) (err error) {
 	old, files := f.scan.files, map[string]*wholeFile{}
 	room := f.limit
 	slices.Sort(found) // so that the same files have room after a restart
@@ -228,7 +220,7 @@ func (f *Files) look(found []string) (err error) {
 // lookAt returns the file of this name, which is old if it has not changed, or nil if there
 // is none. The file is not usable if it has more tensors than there is room for. An error
 // means that this process cannot open files now; the file is then old.
-func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
+func (f *Store) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
 	path := filepath.Join(f.dir, name)
 	w := &wholeFile{paths: tensorfile.PathsOf(path)}
 	if w.seen = stats(w.paths); w.seen[0] == nil {
@@ -239,60 +231,59 @@ func (f *Files) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 		return old, nil
 	}
 	st, err := tensorfile.OpenModel(path)
-	if outOfFiles(err) {
+	if shelf.OutOfFiles(err) {
 		return old, err
 	}
 	if err == nil {
 		if w.tensors = len(st.Names()); w.tensors > room {
 			_ = st.Close()
-			err = fmt.Errorf("%w: its %d tensors are too many: all files in the folder may have %d", ErrFull, w.tensors, f.limit)
+			err = fmt.Errorf("%w: its %d tensors are too many: all files in the folder may have %d", store.ErrFull, w.tensors, f.limit)
 		}
 	}
 	if err != nil {
 		if old == nil || old.usable() { // log it once, however often it changes
-			f.log.Warn("file cannot be used", slog.String("file", name), slog.Any("error", err))
+			f.config.Log.Warn("file cannot be used", slog.String("file", name), slog.Any("error", err))
 		}
 		return w, nil
 	}
-	w.mapped = &mapped{file: st}
-	w.mapped.init(func() { _ = st.Close() })
-	f.divide(name, w)
+	w.mapped = shelf.NewMapped(st, func() {})
+	f.divide(name, w, st)
 	return w, nil
 }
 
 // divide finds the parts of a file.
-func (f *Files) divide(file string, w *wholeFile) {
+func (f *Store) divide(file string, w *wholeFile, st *tensorfile.Safetensors) {
 	path := filepath.ToSlash(file)
 	stem := f.prefix + strings.TrimSuffix(strings.TrimSuffix(path, tensorfile.IndexSuffix), tensorfile.FileSuffix) + "/"
 	var spoiled error
 	var first string
 	unusable := 0
 	add := func(name string, d tensor.Desc, document []byte, err error) {
-		info := Info{Name: stem + name, Desc: d, Stored: w.seen[0].ModTime(), Durable: true, File: path}
-		if err = errors.Join(err, CheckNew(info.Name)); err == nil {
-			w.parts = append(w.parts, &part{described{info}, name, document, w})
+		info := store.Info{Name: stem + name, Desc: d, Stored: w.seen[0].ModTime(), Durable: true, File: path}
+		if err = errors.Join(err, store.CheckNew(info.Name)); err == nil {
+			w.parts = append(w.parts, &part{info, name, document, w})
 			return
 		}
 		if unusable++; unusable == 1 {
 			first, spoiled = name, err
 		}
 	}
-	for _, name := range w.mapped.file.Names() {
-		d, err := w.mapped.file.Desc(name)
+	for _, name := range st.Names() {
+		d, err := st.Desc(name)
 		add(name, d, nil, err)
 	}
-	if text := w.mapped.file.Document().Encode(); text != nil {
+	if text := st.Document().Encode(); text != nil {
 		add(tensorfile.MetadataName, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(text))}}, text, nil)
 	}
 	if unusable > 0 {
-		f.log.Warn("tensors of a file cannot be used", slog.String("file", file), slog.Int("tensors", unusable),
+		f.config.Log.Warn("tensors of a file cannot be used", slog.String("file", file), slog.Int("tensors", unusable),
 			slog.String("first", first), slog.Any("error", spoiled))
 	}
 }
 
 // showParts rebuilds the index of the tensors of all files. If several have a name, the
 // first file has it.
-func (f *Files) showParts() {
+func (f *Store) showParts() {
 	parts := map[string]*part{}
 	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
 		w, before := f.scan.files[file], len(parts)
@@ -302,24 +293,21 @@ func (f *Files) showParts() {
 			}
 		}
 		if hidden := before + len(w.parts) - len(parts); hidden > 0 {
-			f.log.Warn("tensors of a file have the names of another file's", slog.String("file", file), slog.Int("tensors", hidden))
+			f.config.Log.Warn("tensors of a file have the names of another file's", slog.String("file", file), slog.Int("tensors", hidden))
 		}
 	}
-	names := slices.Sorted(maps.Keys(parts)) // not under mu: there may be many
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.byName, f.names = parts, names
+	f.index.Reset(parts)
 }
 
 // fileOf returns the file that a tensor is part of, empty if there is none. It does not
 // look for new files, which each push of many would.
-func (f *Files) fileOf(name string) (string, error) {
-	p, there := f.find(name)
+func (f *Store) fileOf(name string) (string, error) {
+	p, there := f.index.Find(name)
 	if there && !p.whole.asItWas() {
 		if err := f.rescan(true); err != nil {
 			return "", err
 		}
-		p, there = f.find(name)
+		p, there = f.index.Find(name)
 	}
 	if !there {
 		return "", nil
@@ -333,10 +321,10 @@ var errChanged = errors.New("store: file has changed")
 // openKnown opens a known tensor. It returns errChanged if the file has changed since it
 // was seen, unless fresh says that a scan has just ended: then it opens whatever the file
 // has become.
-func (f *Files) openKnown(name string, fresh bool) (Reader, error) {
-	var info Info
-	p, err := f.open(name, func(p *part) {
-		p.whole.mapped.retain() // files holds it, under mu
+func (f *Store) openKnown(name string, fresh bool) (store.Reader, error) {
+	var info store.Info
+	p, err := f.index.Open(name, func(p *part) {
+		p.whole.mapped.Retain() // files holds it, under the lock of the index
 		info = p.info
 	})
 	if err != nil {
@@ -349,6 +337,12 @@ func (f *Files) openKnown(name string, fresh bool) (Reader, error) {
 		}
 		info.Digest = codec.Digest{} // the old digest is of the old file
 	}
-	r := &fileReader{pool: f.pool, info: info, data: p.document, file: p.whole.mapped, files: f, part: p}
-	return r.open(p.name)
+	if p.document != nil {
+		return reader{p.whole.mapped.Of(f.pool, info, p.document), f, p}, nil
+	}
+	r, err := p.whole.mapped.Open(f.pool, info, p.name)
+	if err != nil {
+		return nil, err
+	}
+	return reader{r, f, p}, nil
 }

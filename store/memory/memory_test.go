@@ -1,83 +1,91 @@
-package store
+package memory
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
+	"github.com/tensorferry/tensorferry/internal/shelf"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-var errStopped = errors.New("stopped")
+const (
+	kib = 1 << 10
+	mib = 1 << 20
+)
+
+func TestMemoryIsAStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) store.Store { return New(testkit.Pool(t), 64<<20) })
+}
 
 func TestACacheForgetsWhatWasUsedLongestAgo(t *testing.T) {
-	m := closing(t, NewCache(testkit.Pool(t), 3*4*kib))
+	m := storetest.Close(t, NewCache(testkit.Pool(t), 3*4*kib))
 	for _, name := range []string{"a", "b", "c"} {
-		put(t, m, name, []byte(name))
+		storetest.Put(t, m, name, []byte(name))
 	}
-	get(t, m, "a")
-	w, err := m.Create(t.Context(), "d", vector(1), nil)
+	storetest.Get(t, m, "a")
+	w, err := m.Create(t.Context(), "d", storetest.Vector(1), nil)
 	require.NoError(t, err)
-	gone := w.(Evicter).Evicted()
+	gone := w.(store.Evicter).Evicted()
 	require.Len(t, gone, 1)
 	require.Equal(t, "b", gone[0].Name)
 	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{[]byte("d")}))
-	must(w.Commit(t.Context()))
+	testkit.Must(w.Commit(t.Context()))
 	_, err = m.Open(t.Context(), "b")
-	require.ErrorIs(t, err, ErrNotFound)
+	require.ErrorIs(t, err, store.ErrNotFound)
 	for _, name := range []string{"a", "c", "d"} {
-		require.Equal(t, []byte(name), get(t, m, name))
+		require.Equal(t, []byte(name), storetest.Get(t, m, name))
 	}
 }
 
 func TestAFullMemoryRefusesAndForgetsNothing(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 4*4*kib))
-	put(t, m, "small", []byte{1})
-	put(t, m, "x", make([]byte, 2*4*kib))
-	_, err := m.Create(t.Context(), "y", vector(2*4*kib), nil)
-	require.ErrorIs(t, err, ErrFull)
+	m := storetest.Close(t, New(testkit.Pool(t), 4*4*kib))
+	storetest.Put(t, m, "small", []byte{1})
+	storetest.Put(t, m, "x", make([]byte, 2*4*kib))
+	_, err := m.Create(t.Context(), "y", storetest.Vector(2*4*kib), nil)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, `tensor "y" needs 4096 bytes more than the 4096 that are free; delete some tensors`)
-	_, err = m.Create(t.Context(), "x", vector(2*4*kib), nil)
-	require.ErrorIs(t, err, ErrFull)
+	_, err = m.Create(t.Context(), "x", storetest.Vector(2*4*kib), nil)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "needs 4096 bytes more than the 4096 that are free (the older one, of 8192, stays until the new one is complete)")
-	require.Equal(t, []byte{1}, get(t, m, "small"))
-	require.Len(t, get(t, m, "x"), 2*4*kib)
-	w, err := m.Create(t.Context(), "x", vector(1*4*kib), nil)
+	require.Equal(t, []byte{1}, storetest.Get(t, m, "small"))
+	require.Len(t, storetest.Get(t, m, "x"), 2*4*kib)
+	w, err := m.Create(t.Context(), "x", storetest.Vector(1*4*kib), nil)
 	require.NoError(t, err)
-	require.Empty(t, w.(Evicter).Evicted())
+	require.Empty(t, w.(store.Evicter).Evicted())
 	w.Abort()
 }
 
 func TestACacheKeepsATensorUntilItIsReplaced(t *testing.T) {
-	m := closing(t, NewCache(testkit.Pool(t), 4*4*kib))
-	put(t, m, "x", make([]byte, 2*4*kib)) // used longest ago
-	put(t, m, "a", []byte{1})
-	put(t, m, "b", []byte{2})
-	_, err := m.Create(t.Context(), "x", vector(3*4*kib), nil)
-	require.ErrorIs(t, err, ErrFull)
+	m := storetest.Close(t, NewCache(testkit.Pool(t), 4*4*kib))
+	storetest.Put(t, m, "x", make([]byte, 2*4*kib)) // used longest ago
+	storetest.Put(t, m, "a", []byte{1})
+	storetest.Put(t, m, "b", []byte{2})
+	_, err := m.Create(t.Context(), "x", storetest.Vector(3*4*kib), nil)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "the older one, of 8192, stays")
-	require.Len(t, must(m.List(t.Context(), "", "", 10)), 3, "nobody else is evicted in vain")
-	w, err := m.Create(t.Context(), "x", vector(2*4*kib), nil)
+	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 10)), 3, "nobody else is evicted in vain")
+	w, err := m.Create(t.Context(), "x", storetest.Vector(2*4*kib), nil)
 	require.NoError(t, err)
-	require.Len(t, w.(Evicter).Evicted(), 2)
-	require.Len(t, get(t, m, "x"), 2*4*kib, "the older one is there")
-	must(w.Commit(t.Context()))
-	require.Len(t, must(m.List(t.Context(), "", "", 10)), 1)
+	require.Len(t, w.(store.Evicter).Evicted(), 2)
+	require.Len(t, storetest.Get(t, m, "x"), 2*4*kib, "the older one is there")
+	testkit.Must(w.Commit(t.Context()))
+	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 10)), 1)
 }
 
 func TestATensorTakesItsPagesAndItsMetadata(t *testing.T) {
 	pool := testkit.Pool(t)
-	m := closing(t, NewMemory(pool, 16*mib))
+	m := storetest.Close(t, New(pool, 16*mib))
 	for _, tc := range []struct{ size, pages int64 }{{0, 1}, {1, 1}, {4 * kib, 1}, {4*kib + 1, 2}, {100_000, 25}, {2_400_000, 586}} {
-		w, err := m.Create(t.Context(), "x", vector(tc.size), map[string]string{"unit": "m/s"})
+		w, err := m.Create(t.Context(), "x", storetest.Vector(tc.size), map[string]string{"unit": "m/s"})
 		require.NoError(t, err)
 		used, _ := m.Used()
 		require.Equal(t, tc.pages*4*kib+7, used)
@@ -87,86 +95,50 @@ func TestATensorTakesItsPagesAndItsMetadata(t *testing.T) {
 	}
 }
 
-func TestMetadataOfTheStoresOrTooLongIsRefused(t *testing.T) {
-	for name, s := range map[string]Store{
-		"memory": closing(t, NewMemory(testkit.Pool(t), 1*mib)),
-		"folder": closing(t, openFolder(t, t.TempDir(), FolderConfig{})),
-	} {
-		for why, metadata := range map[string]map[string]string{
-			"begins with tensorferry.": {"tensorferry.name": "y"},
-			"the limit is 32768":       {"k": strings.Repeat("v", MaxMetadata)},
-			"must be UTF-8":            {"k": "\xff"},
-		} {
-			_, err := s.Create(t.Context(), "x", vector(1), metadata)
-			require.ErrorIs(t, err, ErrMetadata, name)
-			require.ErrorContains(t, err, why, name)
-		}
-	}
-}
-
 func TestACacheThatIsAllInUseIsFull(t *testing.T) {
-	m := closing(t, NewCache(testkit.Pool(t), 3*4*kib))
-	put(t, m, "read", []byte{1})
-	put(t, m, "idle", []byte{2})
+	m := storetest.Close(t, NewCache(testkit.Pool(t), 3*4*kib))
+	storetest.Put(t, m, "read", []byte{1})
+	storetest.Put(t, m, "idle", []byte{2})
 	r, err := m.Open(t.Context(), "read")
 	require.NoError(t, err)
-	w, err := m.Create(t.Context(), "written", vector(5), nil)
+	w, err := m.Create(t.Context(), "written", storetest.Vector(5), nil)
 	require.NoError(t, err)
 
-	_, err = m.Create(t.Context(), "x", vector(3*4*kib+1), nil)
-	require.ErrorIs(t, err, ErrFull)
+	_, err = m.Create(t.Context(), "x", storetest.Vector(3*4*kib+1), nil)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "the limit is 12288")
-	_, err = m.Create(t.Context(), "x", vector(8*kib), nil)
-	require.ErrorIs(t, err, ErrFull)
+	_, err = m.Create(t.Context(), "x", storetest.Vector(8*kib), nil)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "needs 4096 more bytes; the limit is 12288, of which 8192 are being read or written, or replaced")
-	require.Equal(t, []byte{2}, get(t, m, "idle"), "nothing is forgotten in vain")
+	require.Equal(t, []byte{2}, storetest.Get(t, m, "idle"), "nothing is forgotten in vain")
 
 	_, held, err := r.View(t.Context(), 0, 1)
 	require.NoError(t, err)
 	r.Release()
-	_, err = m.Create(t.Context(), "x", vector(8*kib), nil)
-	require.ErrorIs(t, err, ErrFull, "a view is a reader")
+	_, err = m.Create(t.Context(), "x", storetest.Vector(8*kib), nil)
+	require.ErrorIs(t, err, store.ErrFull, "a view is a reader")
 	held.Release()
 	w.Abort()
-	put(t, m, "x", make([]byte, 12*kib))
-	require.Len(t, must(m.List(t.Context(), "", "", 10)), 1)
+	storetest.Put(t, m, "x", make([]byte, 12*kib))
+	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 10)), 1)
 }
 
 func TestAListIsLongerThanAPage(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 16*mib))
-	for i := range 2*pageNames + 1 {
-		put(t, m, fmt.Sprintf("%05d", i), nil)
+	m := storetest.Close(t, New(testkit.Pool(t), 16*mib))
+	for i := range 2*shelf.PageNames + 1 {
+		storetest.Put(t, m, fmt.Sprintf("%05d", i), nil)
 	}
-	require.Len(t, must(m.List(t.Context(), "", "", 1<<20)), 2*pageNames+1)
-	require.Len(t, must(m.List(t.Context(), "*7", "", 1<<20)), 204+1)
-	require.Equal(t, "02048", must(m.List(t.Context(), "*8", "02039", 1))[0].Name)
-}
-
-func TestAnEndedContextEndsWhatTakesLong(t *testing.T) {
-	ended, cancel := context.WithCancelCause(t.Context())
-	cancel(errStopped)
-	for name, s := range map[string]Store{
-		"memory": closing(t, NewMemory(testkit.Pool(t), 1*mib)),
-		"folder": closing(t, openFolder(t, t.TempDir(), FolderConfig{})),
-	} {
-		put(t, s, "x", []byte{1})
-		_, err := s.Create(ended, "y", vector(1), nil)
-		require.ErrorIs(t, err, errStopped, name)
-		_, err = s.List(ended, "", "", 10)
-		require.ErrorIs(t, err, errStopped, name)
-		deleted, err := s.Delete(ended, "x")
-		require.ErrorIs(t, err, errStopped, name)
-		require.Empty(t, deleted, name)
-		get(t, s, "x")
-	}
+	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 1<<20)), 2*shelf.PageNames+1)
+	require.Len(t, testkit.Must(m.List(t.Context(), "*7", "", 1<<20)), 204+1)
+	require.Equal(t, "02048", testkit.Must(m.List(t.Context(), "*8", "02039", 1))[0].Name)
 }
 
 func TestReleasingATensorTooOftenPanics(t *testing.T) {
-	m := NewMemory(slab.NewPool(0, slab.System), 1*mib)
-	put(t, m, "x", []byte{1})
+	m := New(slab.NewPool(0, slab.System), 1*mib)
+	storetest.Put(t, m, "x", []byte{1})
 	r, err := m.Open(t.Context(), "x")
 	require.NoError(t, err)
-	remove(t, m, "x")
+	storetest.Remove(t, m, "x")
 	r.Release()
 	require.PanicsWithValue(t, "store: released more often than retained", r.Release)
 }
@@ -218,7 +190,7 @@ func TestACacheForgetsLikeItsModel(t *testing.T) {
 		pool := slab.NewPool(0, slab.System)
 		m := NewCache(pool, limit*4*kib)
 		model := &lru{size: map[string]int64{}, pins: map[string]int{}}
-		readers := map[string][]Reader{}
+		readers := map[string][]store.Reader{}
 		names := rapid.SampledFrom([]string{"a", "b", "c", "d", "e", "f", "g"})
 		for range rapid.IntRange(1, 60).Draw(t, "steps") {
 			name := names.Draw(t, "name")
@@ -228,8 +200,8 @@ func TestACacheForgetsLikeItsModel(t *testing.T) {
 					continue // what a reader keeps of a replaced tensor has a test of its own
 				}
 				pages := rapid.Int64Range(1, limit).Draw(t, "pages")
-				w, err := m.Create(t.Context(), name, vector(pages*4*kib), nil)
-				if ok := model.room(name, pages, limit); ok != (err == nil) || !ok && !errors.Is(err, ErrFull) {
+				w, err := m.Create(t.Context(), name, storetest.Vector(pages*4*kib), nil)
+				if ok := model.room(name, pages, limit); ok != (err == nil) || !ok && !errors.Is(err, store.ErrFull) {
 					t.Fatalf("create %s of %d pages: %v; the model has room: %v", name, pages, err, ok)
 				}
 				if err != nil {
@@ -239,7 +211,7 @@ func TestACacheForgetsLikeItsModel(t *testing.T) {
 					w.Abort()
 					continue
 				}
-				must(w.Commit(t.Context()))
+				testkit.Must(w.Commit(t.Context()))
 				model.drop(name)
 				model.order = append(model.order, name)
 				model.size[name] = pages
@@ -270,7 +242,7 @@ func TestACacheForgetsLikeItsModel(t *testing.T) {
 				model.drop(name)
 			}
 			var got []string
-			for _, info := range must(m.List(t.Context(), "", "", 100)) {
+			for _, info := range testkit.Must(m.List(t.Context(), "", "", 100)) {
 				got = append(got, info.Name)
 			}
 			want := slices.Sorted(slices.Values(model.order))
@@ -292,14 +264,14 @@ func TestACacheForgetsLikeItsModel(t *testing.T) {
 }
 
 func TestBytesWrittenInPlaceAreNotCopied(t *testing.T) {
-	m := closing(t, NewMemory(testkit.Pool(t), 1*mib))
-	w, err := m.Create(t.Context(), "x", vector(3), nil)
+	m := storetest.Close(t, New(testkit.Pool(t), 1*mib))
+	w, err := m.Create(t.Context(), "x", storetest.Vector(3), nil)
 	require.NoError(t, err)
 	defer w.Abort()
-	mine := w.(InPlace).Memory()
+	mine := w.(store.InPlace).Memory()
 	copy(mine, "abc")
 	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{mine[:2], nil, mine[2:]}))
-	must(w.Commit(t.Context()))
+	testkit.Must(w.Commit(t.Context()))
 	r, err := m.Open(t.Context(), "x")
 	require.NoError(t, err)
 	defer r.Release()
@@ -313,15 +285,15 @@ func TestBytesWrittenInPlaceAreNotCopied(t *testing.T) {
 // TestWhatCanNeverFitIsSaidToBeTooLarge: a server does not tell its peers to try again.
 func TestWhatCanNeverFitIsSaidToBeTooLarge(t *testing.T) {
 	testkit.Start(t)
-	m := NewMemory(slab.NewPool(0, slab.System), 8192)
+	m := New(slab.NewPool(0, slab.System), 8192)
 	defer m.Close()
 	_, err := m.Create(t.Context(), "large", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{8193}}, nil)
-	require.ErrorIs(t, err, ErrFull)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorIs(t, err, tensor.ErrTooLarge)
 	w, err := m.Create(t.Context(), "whole", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{8192}}, nil)
 	require.NoError(t, err)
 	defer w.Abort()
 	_, err = m.Create(t.Context(), "later", tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1}}, nil)
-	require.ErrorIs(t, err, ErrFull)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.NotErrorIs(t, err, tensor.ErrTooLarge)
 }

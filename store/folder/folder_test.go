@@ -1,4 +1,4 @@
-package store
+package folder
 
 import (
 	"bytes"
@@ -22,6 +22,9 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/store"
+	"github.com/tensorferry/tensorferry/store/files"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -64,88 +67,94 @@ func filesIn(t testing.TB, dir string) (names []string) {
 	return names
 }
 
-func listed(t testing.TB, s Store) (names []string) {
+func openFolder(t testing.TB, dir string, config Config) *Store {
 	t.Helper()
-	infos, err := s.List(t.Context(), "", "", 1<<20)
+	f, err := Open(dir, config)
 	require.NoError(t, err)
-	for _, info := range infos {
-		names = append(names, info.Name)
-	}
-	return names
+	return f
 }
 
-// modelFile is a .safetensors file of int32 vectors.
-func modelFile(t testing.TB, tensors map[string][]int32) []byte {
+func openWithFiles(t testing.TB, dir string, config Config) store.Store {
 	t.Helper()
-	var named []tensorfile.Named
-	for name, data := range tensors {
-		x, err := tensor.Of(data)
-		require.NoError(t, err)
-		named = append(named, tensorfile.Named{Name: name, Tensor: x})
-	}
-	var file bytes.Buffer
-	require.NoError(t, tensorfile.WriteSafetensors(&file, named, nil))
-	return file.Bytes()
+	s, err := OpenWithFiles(dir, config)
+	require.NoError(t, err)
+	return storetest.Close(t, s)
 }
 
-// place puts a file into the folder whole, as a careful person does.
+// place puts a file into the folder.
 func place(t testing.TB, dir, name string, data []byte) {
 	t.Helper()
-	path := filepath.Join(dir, name)
-	require.NoError(t, os.WriteFile(path+".part", data, 0o644))
-	require.NoError(t, os.Rename(path+".part", path))
+	storetest.Place(t, filepath.Join(dir, name), data)
+}
+
+// model is a .safetensors file of vectors.
+func model(t testing.TB, tensors map[string]string) []byte {
+	t.Helper()
+	return storetest.Model(t, nil, tensors)
+}
+
+func TestAFolderIsAStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) store.Store { return openFolder(t, t.TempDir(), Config{}) })
+}
+
+func TestAFolderWithFilesOfOthersIsAStore(t *testing.T) {
+	storetest.Run(t, func(t testing.TB) store.Store {
+		s, err := OpenWithFiles(t.TempDir(), Config{})
+		require.NoError(t, err)
+		return s
+	})
 }
 
 func TestAFolderKnowsItsTensorsAfterARestart(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "not", "there yet")
-	f := openFolder(t, dir, FolderConfig{})
+	f := openFolder(t, dir, Config{})
 	d := tensor.Desc{DType: tensor.Complex128, Shape: tensor.Shape{2, 3}}
 	data := testkit.Bytes(96, 1)
-	push(t, f, "ø/%2F/…", d, data, 50, nil)
-	put(t, f, "x", testkit.Bytes(100_000, 1))
-	put(t, f, "x", testkit.Bytes(100_000, 2))
-	put(t, f, "deleted", nil)
-	remove(t, f, "deleted")
-	w, err := f.Create(t.Context(), "z", vector(0), map[string]string{"unit": "100 %"})
+	storetest.Push(t, f, "ø/%2F/…", d, data, 50, nil)
+	storetest.Put(t, f, "x", testkit.Bytes(100_000, 1))
+	storetest.Put(t, f, "x", testkit.Bytes(100_000, 2))
+	storetest.Put(t, f, "deleted", nil)
+	storetest.Remove(t, f, "deleted")
+	w, err := f.Create(t.Context(), "z", storetest.Vector(0), map[string]string{"unit": "100 %"})
 	require.NoError(t, err)
-	must(w.Commit(t.Context()))
-	before := must(f.List(t.Context(), "", "", 10))
+	testkit.Must(w.Commit(t.Context()))
+	before := testkit.Must(f.List(t.Context(), "", "", 10))
 	used, _ := f.Used()
 	require.NoError(t, f.Close())
 
-	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	f = storetest.Close(t, openFolder(t, dir, Config{}))
 	require.Len(t, before, 3)
-	require.Empty(t, cmp.Diff(before, must(f.List(t.Context(), "", "", 10))))
-	require.Equal(t, data, get(t, f, "ø/%2F/…"))
-	require.Equal(t, testkit.Bytes(100_000, 2), get(t, f, "x"))
+	require.Empty(t, cmp.Diff(before, testkit.Must(f.List(t.Context(), "", "", 10))))
+	require.Equal(t, data, storetest.Get(t, f, "ø/%2F/…"))
+	require.Equal(t, testkit.Bytes(100_000, 2), storetest.Get(t, f, "x"))
 	again, _ := f.Used()
 	require.Equal(t, used, again)
-	put(t, f, "x", []byte{3})
-	require.Equal(t, []byte{3}, get(t, f, "x"))
+	storetest.Put(t, f, "x", []byte{3})
+	require.Equal(t, []byte{3}, storetest.Get(t, f, "x"))
 	require.Len(t, filesIn(t, dir), 3)
 }
 
 func TestTheMetadataOfAFolderHasALimit(t *testing.T) {
 	dir := t.TempDir()
-	f := openFolder(t, dir, FolderConfig{})
+	f := openFolder(t, dir, Config{})
 	said := map[string]string{"k": strings.Repeat("v", 1000)}
-	w, err := f.Create(t.Context(), "x", vector(0), said)
+	w, err := f.Create(t.Context(), "x", storetest.Vector(0), said)
 	require.NoError(t, err)
-	must(w.Commit(t.Context()))
+	testkit.Must(w.Commit(t.Context()))
 	require.NoError(t, f.Close())
 
-	f = closing(t, openFolder(t, dir, FolderConfig{}))
+	f = storetest.Close(t, openFolder(t, dir, Config{}))
 	require.EqualValues(t, 1001, f.said.Load())
-	f.said.Add(folderMetadata - 2001)
-	_, err = f.Create(t.Context(), "y", vector(0), said)
-	require.ErrorIs(t, err, ErrFull)
+	f.said.Add(allMetadata - 2001)
+	_, err = f.Create(t.Context(), "y", storetest.Vector(0), said)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "the metadata of all tensors would be longer than 67108864 bytes")
-	put(t, f, "y", nil)
-	remove(t, f, "x")
-	w, err = f.Create(t.Context(), "y", vector(0), said)
+	storetest.Put(t, f, "y", nil)
+	storetest.Remove(t, f, "x")
+	w, err = f.Create(t.Context(), "y", storetest.Vector(0), said)
 	require.NoError(t, err)
 	w.Abort()
-	require.EqualValues(t, folderMetadata-2001, f.said.Load())
+	require.EqualValues(t, allMetadata-2001, f.said.Load())
 }
 
 func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
@@ -159,11 +168,11 @@ func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
-			f := closing(t, openFolder(t, dir, FolderConfig{}))
+			f := storetest.Close(t, openFolder(t, dir, Config{}))
 			size, err := tc.pushed.Bytes()
 			require.NoError(t, err)
 			data := testkit.Bytes(int(size), 1)
-			info := push(t, f, "the 100% name", tc.pushed, data, int(size), nil)
+			info := storetest.Push(t, f, "the 100% name", tc.pushed, data, int(size), nil)
 			names := filesIn(t, dir)
 			require.Len(t, names, 1)
 			st, err := tensorfile.OpenSafetensors(filepath.Join(dir, names[0]))
@@ -186,8 +195,8 @@ func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
 // any point of a push may leave, and what a bad disk may make of it.
 func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 	source := t.TempDir()
-	f := openFolder(t, source, FolderConfig{})
-	put(t, f, "x", testkit.Bytes(1000, 1))
+	f := openFolder(t, source, Config{})
+	storetest.Put(t, f, "x", testkit.Bytes(1000, 1))
 	require.NoError(t, f.Close())
 	name := fileName("x")
 	whole, err := os.ReadFile(filepath.Join(source, name))
@@ -207,7 +216,7 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 		"an empty temp":         {".push-A.tmp", nil},
 		"half a temp":           {".push-A.tmp", whole[:len(whole)/2]},
 		"a whole temp":          {".push-A.tmp", whole},
-		"another program's":     {name, modelFile(t, map[string][]int32{"x": {5}})},
+		"another program's":     {name, model(t, map[string]string{"x": "\x05"})},
 		"no digest":             {name, edit("xxh3:", "-----")},
 		"no time":               {name, edit("tensorferry.stored\":\"2", "tensorferry.stored\":\"x")},
 		"no data type":          {name, edit("uint8", "uint9")},
@@ -228,11 +237,11 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 			path := filepath.Join(dir, left.name)
 			require.NoError(t, os.WriteFile(path, left.data, 0o644))
 			var log logged
-			f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
-			require.Empty(t, listed(t, f))
-			require.Empty(t, listed(t, f))
+			f := storetest.Close(t, openFolder(t, dir, Config{Log: log.logger()}))
+			require.Empty(t, storetest.Names(t, f))
+			require.Empty(t, storetest.Names(t, f))
 			_, err := f.Open(t.Context(), "x")
-			require.ErrorIs(t, err, ErrNotFound)
+			require.ErrorIs(t, err, store.ErrNotFound)
 			used, _ := f.Used()
 			require.Zero(t, used)
 			if left.name == name {
@@ -242,11 +251,11 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 				require.NoFileExists(t, path)
 				require.Zero(t, log.count(""))
 			}
-			put(t, f, "x", []byte("again"))
-			require.Equal(t, []byte("again"), get(t, f, "x"))
+			storetest.Put(t, f, "x", []byte("again"))
+			require.Equal(t, []byte("again"), storetest.Get(t, f, "x"))
 			require.NoError(t, f.Close())
-			f = closing(t, openFolder(t, dir, FolderConfig{}))
-			require.Equal(t, []byte("again"), get(t, f, "x"))
+			f = storetest.Close(t, openFolder(t, dir, Config{}))
+			require.Equal(t, []byte("again"), storetest.Get(t, f, "x"))
 			require.Len(t, filesIn(t, dir), 1)
 		})
 	}
@@ -254,18 +263,18 @@ func TestWhatACrashLeavesDoesNoHarm(t *testing.T) {
 
 func TestAFolderBelongsToOneStore(t *testing.T) {
 	dir := t.TempDir()
-	f := openFolder(t, dir, FolderConfig{})
-	w, err := f.Create(t.Context(), "x", vector(1), nil)
+	f := openFolder(t, dir, Config{})
+	w, err := f.Create(t.Context(), "x", storetest.Vector(1), nil)
 	require.NoError(t, err)
-	_, err = OpenFolder(dir, FolderConfig{})
-	require.ErrorIs(t, err, ErrLocked)
+	_, err = Open(dir, Config{})
+	require.ErrorIs(t, err, store.ErrLocked)
 	require.ErrorContains(t, err, dir)
 	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1}}), "its temporary file is left alone")
 	_, err = w.Commit(t.Context())
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
-	f = openFolder(t, dir, FolderConfig{})
-	require.Equal(t, []string{"x"}, listed(t, f))
+	f = openFolder(t, dir, Config{})
+	require.Equal(t, []string{"x"}, storetest.Names(t, f))
 	require.NoError(t, f.Close())
 }
 
@@ -277,35 +286,35 @@ func TestAFolderThatIsNotTheOneLockedIsLeftAlone(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := filepath.Join(t.TempDir(), "store")
-			first := closing(t, openFolder(t, dir, FolderConfig{}))
-			put(t, first, "x", []byte{1})
+			first := storetest.Close(t, openFolder(t, dir, Config{}))
+			storetest.Put(t, first, "x", []byte{1})
 			reader, err := first.Open(t.Context(), "x")
 			require.NoError(t, err)
 			defer reader.Release()
-			w, err := first.Create(t.Context(), "y", vector(1), nil)
+			w, err := first.Create(t.Context(), "y", storetest.Vector(1), nil)
 			require.NoError(t, err)
 			require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{{1}}))
 
 			replace(t, dir)
-			second := closing(t, openFolder(t, dir, FolderConfig{}))
-			put(t, second, "x", []byte{2})
-			has := listed(t, second)
+			second := storetest.Close(t, openFolder(t, dir, Config{}))
+			storetest.Put(t, second, "x", []byte{2})
+			has := storetest.Names(t, second)
 
 			_, err = w.Commit(t.Context())
-			require.ErrorIs(t, err, ErrUnavailable)
+			require.ErrorIs(t, err, store.ErrUnavailable)
 			require.ErrorContains(t, err, dir)
-			_, err = first.Create(t.Context(), "z", vector(1), nil)
-			require.ErrorIs(t, err, ErrUnavailable)
+			_, err = first.Create(t.Context(), "z", storetest.Vector(1), nil)
+			require.ErrorIs(t, err, store.ErrUnavailable)
 			_, err = first.Delete(t.Context(), "x")
-			require.ErrorIs(t, err, ErrUnavailable)
+			require.ErrorIs(t, err, store.ErrUnavailable)
 			_, err = first.Open(t.Context(), "x")
-			require.ErrorIs(t, err, ErrUnavailable)
+			require.ErrorIs(t, err, store.ErrUnavailable)
 			_, err = first.List(t.Context(), "", "", 1)
-			require.ErrorIs(t, err, ErrUnavailable)
-			require.Equal(t, []byte{1}, read(t, reader, 1), "what was opened is read to the end")
+			require.ErrorIs(t, err, store.ErrUnavailable)
+			require.Equal(t, []byte{1}, testkit.Must(storetest.Read(t.Context(), reader, 1)), "what was opened is read to the end")
 
-			require.Equal(t, has, listed(t, second))
-			require.Equal(t, []byte{2}, get(t, second, "x"))
+			require.Equal(t, has, storetest.Names(t, second))
+			require.Equal(t, []byte{2}, storetest.Get(t, second, "x"))
 		})
 	}
 }
@@ -313,57 +322,57 @@ func TestAFolderThatIsNotTheOneLockedIsLeftAlone(t *testing.T) {
 func TestAFolderThatCannotBeSaysWhy(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(file, nil, 0o644))
-	_, err := OpenFolder(file, FolderConfig{})
+	_, err := Open(file, Config{})
 	require.ErrorContains(t, err, file)
-	_, err = OpenFolder(t.TempDir(), FolderConfig{Limit: -1})
+	_, err = Open(t.TempDir(), Config{Limit: -1})
 	require.ErrorContains(t, err, "-1 bytes")
-	_, err = OpenFolder(t.TempDir(), FolderConfig{MaxTensors: -1})
+	_, err = Open(t.TempDir(), Config{MaxTensors: -1})
 	require.ErrorContains(t, err, "-1 tensors")
 }
 
 func TestAFolderKeepsItsLimits(t *testing.T) {
 	dir := t.TempDir()
-	f := openFolder(t, dir, FolderConfig{Limit: 10_000})
-	put(t, f, "a", make([]byte, 4000))
-	w, err := f.Create(t.Context(), "b", vector(4000), nil)
+	f := openFolder(t, dir, Config{Limit: 10_000})
+	storetest.Put(t, f, "a", make([]byte, 4000))
+	w, err := f.Create(t.Context(), "b", storetest.Vector(4000), nil)
 	require.NoError(t, err)
 	for _, n := range []int64{4000, 10_000, 1 << 40} {
-		_, err = f.Create(t.Context(), "c", vector(n), nil)
-		require.ErrorIs(t, err, ErrFull)
+		_, err = f.Create(t.Context(), "c", storetest.Vector(n), nil)
+		require.ErrorIs(t, err, store.ErrFull)
 		require.ErrorContains(t, err, "of the limit of 10000 are free")
 	}
 	require.Len(t, filesIn(t, dir), 2, "what was refused left a file")
 	w.Abort()
 	require.NoError(t, f.Close())
 
-	f = openFolder(t, dir, FolderConfig{Limit: 10_000})
-	_, err = f.Create(t.Context(), "b", vector(6000), nil)
-	require.ErrorIs(t, err, ErrFull, "what was there before counts")
-	put(t, f, "b", make([]byte, 4000))
-	remove(t, f, "a")
-	put(t, f, "c", make([]byte, 4000))
+	f = openFolder(t, dir, Config{Limit: 10_000})
+	_, err = f.Create(t.Context(), "b", storetest.Vector(6000), nil)
+	require.ErrorIs(t, err, store.ErrFull, "what was there before counts")
+	storetest.Put(t, f, "b", make([]byte, 4000))
+	storetest.Remove(t, f, "a")
+	storetest.Put(t, f, "c", make([]byte, 4000))
 	require.NoError(t, f.Close())
 
-	f = closing(t, openFolder(t, dir, FolderConfig{MaxTensors: 3}))
-	w, err = f.Create(t.Context(), "d", vector(0), nil)
+	f = storetest.Close(t, openFolder(t, dir, Config{MaxTensors: 3}))
+	w, err = f.Create(t.Context(), "d", storetest.Vector(0), nil)
 	require.NoError(t, err)
-	_, err = f.Create(t.Context(), "e", vector(0), nil)
-	require.ErrorIs(t, err, ErrFull)
-	put(t, f, "b", nil) // which there is
+	_, err = f.Create(t.Context(), "e", storetest.Vector(0), nil)
+	require.ErrorIs(t, err, store.ErrFull)
+	storetest.Put(t, f, "b", nil) // which there is
 	w.Abort()
-	put(t, f, "e", nil)
-	require.Equal(t, []string{"b", "c", "e"}, listed(t, f))
+	storetest.Put(t, f, "e", nil)
+	require.Equal(t, []string{"b", "c", "e"}, storetest.Names(t, f))
 }
 
 func TestAFullDiskIsMetBeforeTheFirstByte(t *testing.T) {
 	dir := t.TempDir()
-	f := closing(t, openFolder(t, dir, FolderConfig{}))
-	w, err := f.Create(t.Context(), "x", vector(1<<40), nil)
+	f := storetest.Close(t, openFolder(t, dir, Config{}))
+	w, err := f.Create(t.Context(), "x", storetest.Vector(1<<40), nil)
 	if err == nil {
 		w.Abort()
 		t.Skip("this disk takes a file of 1 TiB, or does not promise")
 	}
-	require.ErrorIs(t, err, ErrFull)
+	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "1099511")
 	require.Empty(t, filesIn(t, dir))
 	used, _ := f.Used()
@@ -375,86 +384,86 @@ func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
 		t.Skip("root may write everywhere")
 	}
 	dir := t.TempDir()
-	f, err := OpenFolder(dir, FolderConfig{})
+	f, err := Open(dir, Config{})
 	require.NoError(t, err)
 	defer f.Close()
 	require.NoError(t, os.Chmod(dir, 0o555))
 	defer func() { require.NoError(t, os.Chmod(dir, 0o755)) }()
 	_, err = f.Create(t.Context(), "x", tensor.Desc{DType: tensor.Int8}, nil)
-	require.ErrorIs(t, err, ErrUnwritable)
+	require.ErrorIs(t, err, store.ErrUnwritable)
 }
 
 func TestADiskThatFillsUpIsFull(t *testing.T) {
-	w := &folderWriter{begin: 8, size: 2, made: &pushed{described: described{Info{Name: "x"}}}}
+	w := &writer{begin: 8, size: 2, made: &pushed{info: store.Info{Name: "x"}}}
 	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
-		require.ErrorIs(t, w.failed("write", cause), ErrFull)
+		require.ErrorIs(t, w.failed("write", cause), store.ErrFull)
 	}
 	for _, cause := range []error{syscall.EIO, syscall.EROFS, syscall.EACCES, &os.PathError{Op: "open", Path: "x", Err: syscall.EPERM}} {
-		require.ErrorIs(t, w.failed("reserve space for", cause), ErrUnwritable)
+		require.ErrorIs(t, w.failed("reserve space for", cause), store.ErrUnwritable)
 	}
-	require.NotErrorIs(t, w.failed("reserve space for", syscall.EMFILE), ErrUnwritable)
-	require.NotErrorIs(t, w.failed("write", syscall.EIO), ErrFull)
+	require.NotErrorIs(t, w.failed("reserve space for", syscall.EMFILE), store.ErrUnwritable)
+	require.NotErrorIs(t, w.failed("write", syscall.EIO), store.ErrFull)
 	require.ErrorIs(t, w.failed("write", syscall.EIO), syscall.EIO)
 }
 
 func TestAWholeFileAppearsAsItsTensors(t *testing.T) {
 	dir := t.TempDir()
-	place(t, dir, "model.safetensors", modelFile(t, map[string][]int32{"w/0": {1, 2}, "b": {3}}))
+	place(t, dir, "model.safetensors", model(t, map[string]string{"w/0": "\x01\x02", "b": "\x03"}))
 	elsewhere := filepath.Join(t.TempDir(), "blob")
-	require.NoError(t, os.WriteFile(elsewhere, modelFile(t, map[string][]int32{"x": {4}}), 0o644))
+	require.NoError(t, os.WriteFile(elsewhere, model(t, map[string]string{"x": "\x04"}), 0o644))
 	require.NoError(t, os.Symlink(elsewhere, filepath.Join(dir, "linked.safetensors")))
-	place(t, dir, "odd.safetensors", modelFile(t, map[string][]int32{"x": {6}, "a\nb": {7}, strings.Repeat("n", MaxName): {8}}))
+	place(t, dir, "odd.safetensors", model(t, map[string]string{"x": "\x06", "a\nb": "\x07", strings.Repeat("n", store.MaxName): "\x08"}))
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "folder.safetensors"), 0o755))
-	place(t, dir, ".hidden.safetensors", modelFile(t, map[string][]int32{"x": {5}}))
+	place(t, dir, ".hidden.safetensors", model(t, map[string]string{"x": "\x05"}))
 	place(t, dir, "notes.txt", []byte("text"))
 	place(t, dir, "broken.safetensors", []byte("text"))
 
 	var log logged
-	f, _, _ := openDir(t, dir, FolderConfig{Log: log.logger()})
-	require.ElementsMatch(t, []string{"model/w/0", "model/b", "linked/x", "odd/x"}, listed(t, f))
+	f := openWithFiles(t, dir, Config{Log: log.logger()})
+	require.ElementsMatch(t, []string{"model/w/0", "model/b", "linked/x", "odd/x"}, storetest.Names(t, f))
 	require.Equal(t, 1, log.count("broken.safetensors"))
 	require.Equal(t, 1, log.count("odd.safetensors", "tensors=2"))
 	require.Equal(t, 1, log.count("served read-only", "files=4"))
 	require.Equal(t, 3, log.count(""))
 	for name, want := range map[string][]byte{
-		"model/w/0": {1, 0, 0, 0, 2, 0, 0, 0}, "model/b": {3, 0, 0, 0}, "linked/x": {4, 0, 0, 0},
+		"model/w/0": {1, 2}, "model/b": {3}, "linked/x": {4},
 	} {
-		require.Equal(t, want, get(t, f, name))
+		require.Equal(t, want, storetest.Get(t, f, name))
 	}
 	stat, err := os.Stat(filepath.Join(dir, "model.safetensors"))
 	require.NoError(t, err)
-	require.Equal(t, Info{
-		Name: "model/w/0", Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}},
+	require.Equal(t, store.Info{
+		Name: "model/w/0", Desc: storetest.Vector(2),
 		Stored: stat.ModTime(), Durable: true, File: "model.safetensors",
-	}, must(f.List(t.Context(), "model/*/*", "", 9))[0])
+	}, testkit.Must(f.List(t.Context(), "model/*/*", "", 9))[0])
 	_, err = f.Delete(t.Context(), "model/b")
-	require.ErrorIs(t, err, ErrPart)
-	_, err = f.Create(t.Context(), "model/b", vector(1), nil)
-	require.ErrorIs(t, err, ErrExists)
-	used, _ := f.(Meter).Used()
+	require.ErrorIs(t, err, store.ErrPart)
+	_, err = f.Create(t.Context(), "model/b", storetest.Vector(1), nil)
+	require.ErrorIs(t, err, store.ErrExists)
+	used, _ := f.(store.Meter).Used()
 	require.Zero(t, used)
 }
 
 func TestFilesMayComeChangeAndGo(t *testing.T) {
 	dir := t.TempDir()
 	var log logged
-	f, _, _ := openDir(t, dir, FolderConfig{Log: log.logger()})
-	require.Empty(t, listed(t, f))
+	f := openWithFiles(t, dir, Config{Log: log.logger()})
+	require.Empty(t, storetest.Names(t, f))
 
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
-	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"), "an open looks for new files")
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01"}))
+	require.Equal(t, []byte{1}, storetest.Get(t, f, "m/x"), "an open looks for new files")
 	r, err := f.Open(t.Context(), "m/x")
 	require.NoError(t, err)
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {2}, "y": {3}}))
-	require.Equal(t, []string{"m/x", "m/y"}, listed(t, f))
-	require.Equal(t, []byte{2, 0, 0, 0}, get(t, f, "m/x"))
-	require.Equal(t, []byte{1, 0, 0, 0}, read(t, r, 100), "a reader keeps the file it opened")
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x02", "y": "\x03"}))
+	require.Equal(t, []string{"m/x", "m/y"}, storetest.Names(t, f))
+	require.Equal(t, []byte{2}, storetest.Get(t, f, "m/x"))
+	require.Equal(t, []byte{1}, testkit.Must(storetest.Read(t.Context(), r, 100)), "a reader keeps the file it opened")
 
 	require.NoError(t, os.Remove(filepath.Join(dir, "m.safetensors")))
-	require.Empty(t, listed(t, f))
+	require.Empty(t, storetest.Names(t, f))
 	_, err = f.Open(t.Context(), "m/x")
-	require.ErrorIs(t, err, ErrNotFound)
-	require.Equal(t, []byte{1, 0, 0, 0}, read(t, r, 100))
+	require.ErrorIs(t, err, store.ErrNotFound)
+	require.Equal(t, []byte{1}, testkit.Must(storetest.Read(t.Context(), r, 100)))
 	r.Release()
 	require.Zero(t, log.count(""))
 }
@@ -462,97 +471,80 @@ func TestFilesMayComeChangeAndGo(t *testing.T) {
 func TestANameLeadsToTheFileThatIsThereNow(t *testing.T) {
 	dir := t.TempDir()
 	var log logged
-	f, _, _ := openDir(t, dir, FolderConfig{Log: log.logger()})
+	f := openWithFiles(t, dir, Config{Log: log.logger()})
 	path := filepath.Join(dir, "m.safetensors")
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
-	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01"}))
+	require.Equal(t, []byte{1}, storetest.Get(t, f, "m/x"))
 	for i := byte(2); i < 5; i++ { // nobody lists meanwhile
-		place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {int32(i)}}))
-		require.Equal(t, []byte{i, 0, 0, 0}, get(t, f, "m/x"), "another file in its place")
+		place(t, dir, "m.safetensors", model(t, map[string]string{"x": string(rune(i))}))
+		require.Equal(t, []byte{i}, storetest.Get(t, f, "m/x"), "another file in its place")
 	}
 	// Written to in place, which the folder's own time does not show.
-	require.NoError(t, os.WriteFile(path, modelFile(t, map[string][]int32{"x": {5}}), 0o644))
+	require.NoError(t, os.WriteFile(path, model(t, map[string]string{"x": "\x05"}), 0o644))
 	require.NoError(t, os.Chtimes(path, time.Time{}, time.Now().Add(time.Minute)))
-	require.Equal(t, []byte{5, 0, 0, 0}, get(t, f, "m/x"))
+	require.Equal(t, []byte{5}, storetest.Get(t, f, "m/x"))
 
 	require.NoError(t, os.Remove(path))
 	_, err := f.Open(t.Context(), "m/x")
-	require.ErrorIs(t, err, ErrNotFound)
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {6}}))
-	require.Equal(t, []string{"m/x"}, listed(t, f))
+	require.ErrorIs(t, err, store.ErrNotFound)
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x06"}))
+	require.Equal(t, []string{"m/x"}, storetest.Names(t, f))
 	require.NoError(t, os.Remove(path))
-	put(t, f, "m/x", []byte{7}) // the name is free again
+	storetest.Put(t, f, "m/x", []byte{7}) // the name is free again
 	require.Zero(t, log.count(""))
-}
-
-func TestAFileThatIsStillCopiedAppearsWhenItIsWhole(t *testing.T) {
-	dir := t.TempDir()
-	var log logged
-	f, _, files := openDir(t, dir, FolderConfig{Log: log.logger()})
-	data := modelFile(t, map[string][]int32{"x": {1, 2, 3}})
-	file, err := os.Create(filepath.Join(dir, "m.safetensors"))
-	require.NoError(t, err)
-	for _, b := range data {
-		require.Empty(t, listed(t, f))
-		_, err := file.Write([]byte{b})
-		require.NoError(t, err)
-	}
-	require.NoError(t, file.Close())
-	files.scan.settled = true // as if the folder had not changed for a while: the file has
-	require.Equal(t, []string{"m/x"}, listed(t, f))
-	require.Equal(t, 1, log.count("m.safetensors"))
 }
 
 func TestAPushedTensorHidesOneOfAFile(t *testing.T) {
 	dir := t.TempDir()
-	f, _, _ := openDir(t, dir, FolderConfig{})
-	put(t, f, "m/x", []byte("pushed"))
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}, "y": {2}}))
-	require.Equal(t, []string{"m/x", "m/y"}, listed(t, f))
-	require.Equal(t, []byte("pushed"), get(t, f, "m/x"))
-	put(t, f, "m/x", []byte("again"))
-	require.Equal(t, []byte("again"), get(t, f, "m/x"))
-	remove(t, f, "m/x")
-	require.Equal(t, []byte{1, 0, 0, 0}, get(t, f, "m/x"))
+	f := openWithFiles(t, dir, Config{})
+	storetest.Put(t, f, "m/x", []byte("pushed"))
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01", "y": "\x02"}))
+	require.Equal(t, []string{"m/x", "m/y"}, storetest.Names(t, f))
+	require.Equal(t, []byte("pushed"), storetest.Get(t, f, "m/x"))
+	storetest.Put(t, f, "m/x", []byte("again"))
+	require.Equal(t, []byte("again"), storetest.Get(t, f, "m/x"))
+	storetest.Remove(t, f, "m/x")
+	require.Equal(t, []byte{1}, storetest.Get(t, f, "m/x"))
 	_, err := f.Delete(t.Context(), "m/x")
-	require.ErrorIs(t, err, ErrPart)
+	require.ErrorIs(t, err, store.ErrPart)
 }
 
 func TestAFolderFindsWhatOthersDoToPushedFiles(t *testing.T) {
 	dir := t.TempDir()
 	var log logged
-	f := closing(t, openFolder(t, dir, FolderConfig{Log: log.logger()}))
-	put(t, f, "deleted", []byte{1})
-	put(t, f, "changed", []byte{2})
-	put(t, f, "kept", []byte{3})
+	f := storetest.Close(t, openFolder(t, dir, Config{Log: log.logger()}))
+	storetest.Put(t, f, "deleted", []byte{1})
+	storetest.Put(t, f, "changed", []byte{2})
+	storetest.Put(t, f, "kept", []byte{3})
 	kept, err := os.ReadFile(filepath.Join(dir, fileName("kept")))
 	require.NoError(t, err)
 
 	require.NoError(t, os.Remove(filepath.Join(dir, fileName("deleted"))))
 	_, err = f.Open(t.Context(), "deleted")
-	require.ErrorIs(t, err, ErrNotFound)
+	require.ErrorIs(t, err, store.ErrNotFound)
 	require.Equal(t, 1, log.count("deleted by another program"))
-	place(t, dir, fileName("changed"), modelFile(t, map[string][]int32{"tensor": {1}}))
+	place(t, dir, fileName("changed"), model(t, map[string]string{"tensor": "\x01\x02"}))
 	_, err = f.Open(t.Context(), "changed")
 	require.ErrorContains(t, err, "its file has changed")
-	remove(t, f, "changed")
-	remove(t, f, "kept")
+	storetest.Remove(t, f, "changed")
+	storetest.Remove(t, f, "kept")
 	place(t, dir, fileName("kept"), kept) // from a backup
-	require.Empty(t, listed(t, f), "it is found at the next start")
+	require.Empty(t, storetest.Names(t, f), "it is found at the next start")
 	require.NoError(t, f.Close())
-	f = closing(t, openFolder(t, dir, FolderConfig{}))
-	require.Equal(t, []byte{3}, get(t, f, "kept"))
-	require.Equal(t, []string{"kept"}, listed(t, f))
+	f = storetest.Close(t, openFolder(t, dir, Config{}))
+	require.Equal(t, []byte{3}, storetest.Get(t, f, "kept"))
+	require.Equal(t, []string{"kept"}, storetest.Names(t, f))
 }
 
 func TestADeletionIsAsDurableAsAPushHoweverManyItIs(t *testing.T) {
 	dir := t.TempDir()
-	f, folder, _ := openDir(t, dir, FolderConfig{})
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01"}))
+	folder := openFolder(t, dir, Config{})
+	f := storetest.Close(t, files.Beside(folder, testkit.Must(files.Open(dir, files.Config{Skip: isPushedName}))))
 	for _, name := range []string{"a", "b", "c", "d"} {
-		put(t, f, name, []byte(name))
+		storetest.Put(t, f, name, []byte(name))
 	}
-	require.Len(t, listed(t, f), 5)
+	require.Len(t, storetest.Names(t, f), 5)
 	syncs, left := 0, 0
 	failed := errors.New("the disk is on fire")
 	var fails error
@@ -561,7 +553,7 @@ func TestADeletionIsAsDurableAsAPushHoweverManyItIs(t *testing.T) {
 		left = len(filesIn(t, dir))
 		return fails
 	}
-	remove(t, f, "a", "b")
+	storetest.Remove(t, f, "a", "b")
 	require.Equal(t, 1, syncs)
 	require.Equal(t, 3, left, "files at that time")
 	deleted, err := f.Delete(t.Context(), "a", "nothing")
@@ -569,14 +561,14 @@ func TestADeletionIsAsDurableAsAPushHoweverManyItIs(t *testing.T) {
 	require.Empty(t, deleted)
 	require.Equal(t, 1, syncs, "nothing was to be made durable")
 	deleted, err = f.Delete(t.Context(), "c", "m/x", "d")
-	require.ErrorIs(t, err, ErrPart)
+	require.ErrorIs(t, err, store.ErrPart)
 	require.Equal(t, []string{"c"}, deleted)
 	require.Equal(t, 2, syncs, "an error is no reason to forget what was deleted before")
 	fails = failed
 	deleted, err = f.Delete(t.Context(), "d")
 	require.ErrorIs(t, err, failed)
 	require.Equal(t, []string{"d"}, deleted)
-	require.Equal(t, []string{"m/x"}, listed(t, f))
+	require.Equal(t, []string{"m/x"}, storetest.Names(t, f))
 }
 
 func TestNothingStaysMapped(t *testing.T) {
@@ -589,8 +581,8 @@ func TestNothingStaysMapped(t *testing.T) {
 		require.NoError(t, err)
 		return strings.Count(string(text), dir)
 	}
-	f, _, _ := openDir(t, dir, FolderConfig{})
-	put(t, f, "x", make([]byte, 100))
+	f := openWithFiles(t, dir, Config{})
+	storetest.Put(t, f, "x", make([]byte, 100))
 	require.Zero(t, maps(), "a pushed tensor that nobody reads")
 	a, err := f.Open(t.Context(), "x")
 	require.NoError(t, err)
@@ -604,8 +596,8 @@ func TestNothingStaysMapped(t *testing.T) {
 	b.Release()
 	require.Zero(t, maps(), "views are copies")
 	held.Release()
-	get(t, f, "x")
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1}}))
+	storetest.Get(t, f, "x")
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01"}))
 	r, err := f.Open(t.Context(), "m/x")
 	require.NoError(t, err)
 	require.NoError(t, f.Close())
@@ -621,18 +613,18 @@ func TestATensorWhoseNameIsRefusedNowIsStillThere(t *testing.T) {
 	for i, name := range names {
 		var d codec.Digester
 		_, _ = d.Write([]byte{byte(i)}) // it never fails
-		header, err := pushedHeader(Info{Name: name, Desc: vector(1), Digest: d.Sum(), Stored: time.Now()})
+		header, err := pushedHeader(store.Info{Name: name, Desc: storetest.Vector(1), Digest: d.Sum(), Stored: time.Now()})
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(filepath.Join(dir, fileName(name)), append(header, byte(i)), 0o644))
 	}
-	s, f, _ := openDir(t, dir, FolderConfig{})
-	require.Equal(t, names, listed(t, f))
+	s := openWithFiles(t, dir, Config{})
+	require.Equal(t, names, storetest.Names(t, s))
 	for i, name := range names {
-		require.Equal(t, []byte{byte(i)}, get(t, s, name))
-		_, err := s.Create(t.Context(), name, vector(1), nil)
-		require.ErrorIs(t, err, ErrName)
+		require.Equal(t, []byte{byte(i)}, storetest.Get(t, s, name))
+		_, err := s.Create(t.Context(), name, storetest.Vector(1), nil)
+		require.ErrorIs(t, err, store.ErrName)
 	}
-	remove(t, s, names...)
+	storetest.Remove(t, s, names...)
 	require.Empty(t, filesIn(t, dir))
 }
 
@@ -647,18 +639,18 @@ func FuzzNames(f *testing.F) {
 	}
 	outside := f.TempDir()
 	dir := filepath.Join(outside, "folder")
-	s := closing(f, openFolder(f, dir, FolderConfig{}))
+	s := storetest.Close(f, openFolder(f, dir, Config{}))
 	data := []byte("content")
 	f.Fuzz(func(t *testing.T, name string) {
-		if CheckNew(name) != nil {
-			_, err := s.Create(t.Context(), name, vector(7), nil)
-			require.ErrorIs(t, err, ErrName)
+		if store.CheckNew(name) != nil {
+			_, err := s.Create(t.Context(), name, storetest.Vector(7), nil)
+			require.ErrorIs(t, err, store.ErrName)
 			require.Empty(t, filesIn(t, dir))
 			return
 		}
-		put(t, s, name, data)
-		require.Equal(t, []string{name}, listed(t, s))
-		require.Equal(t, data, get(t, s, name))
+		storetest.Put(t, s, name, data)
+		require.Equal(t, []string{name}, storetest.Names(t, s))
+		require.Equal(t, data, storetest.Get(t, s, name))
 		require.Equal(t, []string{fileName(name)}, filesIn(t, dir))
 		require.Equal(t, []string{"folder"}, filesIn(t, outside))
 		st, err := tensorfile.OpenSafetensors(filepath.Join(dir, fileName(name)))
@@ -667,7 +659,7 @@ func FuzzNames(f *testing.F) {
 		require.NoError(t, err)
 		require.Equal(t, name, info.Name)
 		require.NoError(t, st.Close())
-		remove(t, s, name)
+		storetest.Remove(t, s, name)
 		require.Empty(t, filesIn(t, dir))
 	})
 }
@@ -677,9 +669,9 @@ func TestAShortenedFileIsAnErrorAndWhatWasViewedStays(t *testing.T) {
 		t.Skip("files are read here, not mapped")
 	}
 	dir := t.TempDir()
-	f := closing(t, openFolder(t, dir, FolderConfig{}))
+	f := storetest.Close(t, openFolder(t, dir, Config{}))
 	want := bytes.Repeat([]byte{7}, 1*mib)
-	put(t, f, "x", want)
+	storetest.Put(t, f, "x", want)
 	r, err := f.Open(t.Context(), "x")
 	require.NoError(t, err)
 	defer r.Release()
@@ -695,8 +687,8 @@ func TestAShortenedFileIsAnErrorAndWhatWasViewedStays(t *testing.T) {
 func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "m.safetensors")
-	place(t, dir, "m.safetensors", modelFile(t, map[string][]int32{"x": {1, 2}}))
-	f, _, _ := openDir(t, dir, FolderConfig{})
+	place(t, dir, "m.safetensors", model(t, map[string]string{"x": "\x01\x02"}))
+	f := openWithFiles(t, dir, Config{})
 	digest := func() codec.Digest {
 		r, err := f.Open(t.Context(), "m/x")
 		require.NoError(t, err)
@@ -706,10 +698,10 @@ func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
 	require.True(t, digest().IsZero())
 	r, err := f.Open(t.Context(), "m/x")
 	require.NoError(t, err)
-	r.(DigestKeeper).Digested(codec.Digest{1})
+	r.(store.DigestKeeper).Digested(codec.Digest{1})
 	r.Release()
 	require.Equal(t, codec.Digest{1}, digest())
-	place(t, dir, "other.safetensors", modelFile(t, map[string][]int32{"y": {1}}))
+	place(t, dir, "other.safetensors", model(t, map[string]string{"y": "\x01"}))
 	_, err = f.Open(t.Context(), "other/y") // has the folder looked at
 	require.NoError(t, err)
 	require.Equal(t, codec.Digest{1}, digest(), "another file is none of its business")
@@ -720,14 +712,4 @@ func TestTheDigestOfAFilesTensorIsRememberedUntilTheFileChanges(t *testing.T) {
 	later := time.Now().Add(time.Hour)
 	require.NoError(t, os.Chtimes(path, later, later)) // written to in place
 	require.True(t, digest().IsZero())
-}
-
-func TestAPushDoesNotLookForFiles(t *testing.T) {
-	s, _, files := openDir(t, t.TempDir(), FolderConfig{})
-	before := files.scans.Load()
-	put(t, s, "x", []byte{1})
-	put(t, s, "x", []byte{2})
-	require.Equal(t, []byte{2}, get(t, s, "x"))
-	remove(t, s, "x")
-	require.Equal(t, before, files.scans.Load(), "a folder of thousands of files takes 20 ms")
 }

@@ -1,4 +1,4 @@
-package store
+package folder
 
 import (
 	"cmp"
@@ -14,6 +14,8 @@ import (
 	"unicode/utf8"
 
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/shelf"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -26,12 +28,11 @@ const (
 	tempSuffix   = ".tmp"
 	pushedEntry  = "tensor" // the name of the only tensor in a pushed file
 
-	ownKeys   = "tensorferry." // begins the keys of the store's own metadata
-	keyName   = ownKeys + "name"
-	keyDType  = ownKeys + "dtype"
-	keyShape  = ownKeys + "shape"
-	keyDigest = ownKeys + "digest"
-	keyStored = ownKeys + "stored"
+	keyName   = shelf.OwnKeys + "name"
+	keyDType  = shelf.OwnKeys + "dtype"
+	keyShape  = shelf.OwnKeys + "shape"
+	keyDigest = shelf.OwnKeys + "digest"
+	keyStored = shelf.OwnKeys + "stored"
 )
 
 // storedLayout always has nine decimals, so that all times have the same length.
@@ -71,12 +72,12 @@ func onDisk(d tensor.Desc) tensor.Desc {
 
 // pushedHeader returns the header of a pushed tensor's file. Its length does not depend on
 // the digest or the time.
-func pushedHeader(info Info) ([]byte, error) {
+func pushedHeader(info store.Info) ([]byte, error) {
 	return tensorfile.SafetensorsHeader([]tensorfile.Entry{{Name: pushedEntry, Desc: onDisk(info.Desc)}}, pushedMetadata(info))
 }
 
 // pushedMetadata returns the store's metadata of a pushed tensor, and what was pushed with it.
-func pushedMetadata(info Info) map[string]string {
+func pushedMetadata(info store.Info) map[string]string {
 	all := map[string]string{
 		keyName:   escapeName.Replace(info.Name),
 		keyDType:  info.DType.String(),
@@ -91,9 +92,9 @@ func pushedMetadata(info Info) map[string]string {
 }
 
 // pushedInfo reads what pushedHeader wrote. Errors wrap tensorfile.ErrFormat.
-func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
+func pushedInfo(file string, st *tensorfile.Safetensors) (store.Info, error) {
 	meta := st.Metadata()
-	info := Info{Durable: true}
+	info := store.Info{Durable: true}
 	info.Name, _ = url.PathUnescape(meta[keyName])
 	info.DType, _ = tensor.ParseDataType(meta[keyDType])
 	info.Shape, _ = tensor.ParseShape(meta[keyShape])
@@ -101,7 +102,7 @@ func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 	info.Stored, _ = time.Parse(storedLayout, meta[keyStored])
 	wrong := ""
 	for key, text := range meta {
-		if !strings.HasPrefix(key, ownKeys) {
+		if !strings.HasPrefix(key, shelf.OwnKeys) {
 			key, err := url.PathUnescape(key)
 			value, bad := url.PathUnescape(text)
 			if err != nil || bad != nil {
@@ -118,32 +119,32 @@ func pushedInfo(file string, st *tensorfile.Safetensors) (Info, error) {
 			wrong = key
 		}
 	}
-	if checkMetadata(info.Metadata) != nil {
+	if shelf.CheckMetadata(info.Metadata) != nil {
 		wrong = "metadata"
 	}
-	if CheckName(info.Name) != nil || fileName(info.Name) != file {
+	if store.CheckName(info.Name) != nil || fileName(info.Name) != file {
 		wrong = keyName
 	}
 	if d, err := st.Desc(pushedEntry); err != nil || len(st.Names()) != 1 || !d.Equal(onDisk(info.Desc)) {
 		wrong = cmp.Or(wrong, pushedEntry)
 	}
 	if wrong != "" {
-		return Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, wrong)
+		return store.Info{}, fmt.Errorf("%w: pushed tensor: its %s is wrong", tensorfile.ErrFormat, wrong)
 	}
 	return info, nil
 }
 
 // readPushed reads the header of a file that may be a pushed tensor's, and returns the
 // file's length.
-func readPushed(dir, file string) (info Info, bytes int64, err error) {
+func readPushed(dir, file string) (info store.Info, bytes int64, err error) {
 	path := filepath.Join(dir, file)
 	stat, err := os.Stat(path)
 	if err != nil {
-		return Info{}, 0, err
+		return store.Info{}, 0, err
 	}
 	st, err := tensorfile.OpenSafetensors(path)
 	if err != nil {
-		return Info{}, 0, err
+		return store.Info{}, 0, err
 	}
 	info, err = pushedInfo(file, st)
 	return info, stat.Size(), errors.Join(err, st.Close())

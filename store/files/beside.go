@@ -1,4 +1,4 @@
-package store
+package files
 
 import (
 	"cmp"
@@ -7,6 +7,8 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/tensorferry/tensorferry/internal/shelf"
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -14,41 +16,41 @@ import (
 // files. If several have a name, the first one serves it, and main before all. The name of
 // a tensor in a file can neither be deleted nor, unless main has it already, pushed. The
 // result owns all of the stores, and closes them.
-func Beside(main Store, files ...*Files) Store {
+func Beside(main store.Store, files ...*Store) store.Store {
 	if len(files) == 0 {
 		return main
 	}
-	b := &beside{main: main, files: files, all: []Store{main}}
+	b := &beside{main: main, files: files, all: []store.Store{main}}
 	for _, f := range files {
 		b.all = append(b.all, f)
 	}
-	meter, isMeter := main.(Meter)
-	sets, isSets := main.(Sets)
+	meter, isMeter := main.(store.Meter)
+	sets, isSets := main.(store.Sets)
 	switch {
 	case isMeter && isSets:
 		return struct {
-			Store
-			Meter
-			Sets
+			store.Store
+			store.Meter
+			store.Sets
 		}{b, meter, sets}
 	case isMeter:
 		return struct {
-			Store
-			Meter
+			store.Store
+			store.Meter
 		}{b, meter}
 	case isSets:
 		return struct {
-			Store
-			Sets
+			store.Store
+			store.Sets
 		}{b, sets}
 	}
 	return b
 }
 
 type beside struct {
-	main  Store
-	files []*Files
-	all   []Store
+	main  store.Store
+	files []*Store
+	all   []store.Store
 }
 
 // taken returns the error that refuse has for a tensor that is in a file and not in main.
@@ -65,7 +67,7 @@ func (b *beside) taken(ctx context.Context, name string, refuse func(name, file 
 		switch {
 		case err == nil:
 			r.Release()
-		case errors.Is(err, ErrNotFound):
+		case errors.Is(err, store.ErrNotFound):
 			err = refuse(name, file)
 		}
 		return err
@@ -73,8 +75,8 @@ func (b *beside) taken(ctx context.Context, name string, refuse func(name, file 
 	return nil
 }
 
-func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (Writer, error) {
-	if _, err := checkNew(ctx, name, d, metadata); err != nil {
+func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
+	if _, err := shelf.CheckNew(ctx, name, d, metadata); err != nil {
 		return nil, err
 	}
 	if err := b.taken(ctx, name, taking); err != nil {
@@ -84,17 +86,17 @@ func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadat
 }
 
 // Open opens the tensor of the first store that has it.
-func (b *beside) Open(ctx context.Context, name string) (r Reader, err error) {
+func (b *beside) Open(ctx context.Context, name string) (r store.Reader, err error) {
 	for _, s := range b.all {
-		if r, err = s.Open(ctx, name); !errors.Is(err, ErrNotFound) {
+		if r, err = s.Open(ctx, name); !errors.Is(err, store.ErrNotFound) {
 			break
 		}
 	}
 	return r, err
 }
 
-func (b *beside) List(ctx context.Context, glob, after string, most int) ([]Info, error) {
-	var all []Info
+func (b *beside) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
+	var all []store.Info
 	for _, s := range b.all {
 		infos, err := s.List(ctx, glob, after, most)
 		if err != nil {
@@ -102,8 +104,8 @@ func (b *beside) List(ctx context.Context, glob, after string, most int) ([]Info
 		}
 		all = append(all, infos...)
 	}
-	slices.SortStableFunc(all, func(x, y Info) int { return strings.Compare(x.Name, y.Name) })
-	all = slices.CompactFunc(all, func(x, y Info) bool { return x.Name == y.Name }) // the first store's stays
+	slices.SortStableFunc(all, func(x, y store.Info) int { return strings.Compare(x.Name, y.Name) })
+	all = slices.CompactFunc(all, func(x, y store.Info) bool { return x.Name == y.Name }) // the first store's stays
 	return all[:min(len(all), max(most, 0))], nil
 }
 
@@ -126,8 +128,8 @@ func (b *beside) Close() (err error) {
 	for _, s := range b.all {
 		err = errors.Join(err, s.Close())
 	}
-	if errors.Is(err, ErrClosed) {
-		return ErrClosed
+	if errors.Is(err, store.ErrClosed) {
+		return store.ErrClosed
 	}
 	return err
 }

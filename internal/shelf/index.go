@@ -1,0 +1,199 @@
+package shelf
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/tensorferry/tensorferry/internal/background"
+	"github.com/tensorferry/tensorferry/internal/glob"
+	"github.com/tensorferry/tensorferry/store"
+)
+
+// Index has the tensors of a store by name. A method whose comment does not say that it locks
+// the Index is called with the lock held.
+type Index[T interface{ About() *store.Info }] struct {
+	sync.Mutex // guards all below, and what its owner says; taken last
+	byName     map[string]T
+	names      []string // sorted
+	closed     bool
+	sets       []string // the names of the last sets, in the order of their commits
+	forgot     int64    // how many names of earlier sets are not in sets any more
+}
+
+// Reset replaces all values; it locks.
+func (x *Index[T]) Reset(byName map[string]T) {
+	names := slices.Sorted(maps.Keys(byName)) // not under the lock: there may be many
+	x.Lock()
+	defer x.Unlock()
+	x.byName, x.names = byName, names
+}
+
+// Get returns a value.
+func (x *Index[T]) Get(name string) (v T, known bool) {
+	v, known = x.byName[name]
+	return v, known
+}
+
+// Len returns how many values there are.
+func (x *Index[T]) Len() int { return len(x.byName) }
+
+// All yields all values.
+func (x *Index[T]) All() iter.Seq[T] { return maps.Values(x.byName) }
+
+// Closed returns store.ErrClosed if the store has been closed.
+func (x *Index[T]) Closed() error {
+	if x.closed {
+		return store.ErrClosed
+	}
+	return nil
+}
+
+// Find is Get, but locks.
+func (x *Index[T]) Find(name string) (v T, known bool) {
+	x.Lock()
+	defer x.Unlock()
+	return x.Get(name)
+}
+
+// Open calls hold with a value, and returns it, unless the store is closed; it locks.
+func (x *Index[T]) Open(name string, hold func(T)) (v T, err error) {
+	x.Lock()
+	defer x.Unlock()
+	v, there := x.byName[name]
+	switch {
+	case x.closed:
+		return v, store.ErrClosed
+	case !there:
+		return v, fmt.Errorf("%w: no tensor %q", store.ErrNotFound, name)
+	}
+	hold(v)
+	return v, nil
+}
+
+// List implements Store; it locks.
+func (x *Index[T]) List(ctx context.Context, pattern, after string, most int) (found []store.Info, err error) {
+	err = eachMatch(ctx, pattern, after, x.page, func(name string) bool {
+		if len(found) >= most {
+			return false
+		}
+		x.Lock()
+		defer x.Unlock()
+		if v, there := x.byName[name]; there {
+			found = append(found, v.About().Clone())
+		}
+		return true
+	})
+	return found, err
+}
+
+// page returns names after one, and not before the prefix; it locks.
+func (x *Index[T]) page(after, prefix string) ([]string, error) {
+	x.Lock()
+	defer x.Unlock()
+	if x.closed {
+		return nil, store.ErrClosed
+	}
+	i, there := slices.BinarySearch(x.names, max(after, prefix))
+	if there && after >= prefix {
+		i++
+	}
+	return slices.Clone(x.names[i:min(i+PageNames, len(x.names))]), nil
+}
+
+// Close closes the store once.
+func (x *Index[T]) Close() error {
+	if x.closed {
+		return store.ErrClosed
+	}
+	x.closed = true
+	return nil
+}
+
+// Changed implements Sets; it locks.
+func (x *Index[T]) Changed(after int64) (names []string, now int64, known bool) {
+	x.Lock()
+	defer x.Unlock()
+	now = x.forgot + int64(len(x.sets))
+	if after < x.forgot {
+		return nil, now, false
+	}
+	return slices.Clone(x.sets[min(after, now)-x.forgot:]), now, true
+}
+
+// Put adds values, a set if there are several, and returns those that they replace.
+func (x *Index[T]) Put(values ...T) (replaced []T) {
+	var fresh []string
+	if len(values) > 1 {
+		if over := len(x.sets) + len(values) - keptNames; over > 0 {
+			x.sets = slices.Delete(x.sets, 0, over)
+			x.forgot += int64(over)
+		}
+	}
+	for _, v := range values {
+		name := v.About().Name
+		if len(values) > 1 {
+			x.sets = append(x.sets, name)
+		}
+		if old, there := x.byName[name]; there {
+			replaced = append(replaced, old)
+		} else {
+			fresh = append(fresh, name)
+		}
+		x.byName[name] = v
+	}
+	if len(fresh) == 1 {
+		i, _ := slices.BinarySearch(x.names, fresh[0])
+		x.names = slices.Insert(x.names, i, fresh[0])
+	} else if len(fresh) > 1 {
+		x.names = append(x.names, fresh...)
+		slices.Sort(x.names)
+	}
+	return replaced
+}
+
+// Drop removes a value.
+func (x *Index[T]) Drop(name string) {
+	if i, there := slices.BinarySearch(x.names, name); there {
+		x.names = slices.Delete(x.names, i, i+1)
+		delete(x.byName, name)
+	}
+}
+
+// eachMatch passes names that match to use, until it returns false, from pages of up to
+// PageNames after a name. It gives way between two pages, so that a long list does not delay
+// others.
+func eachMatch(ctx context.Context, pattern, after string, page func(after, prefix string) ([]string, error), use func(name string) bool) error {
+	g, err := glob.Parse(pattern)
+	if err != nil {
+		return err
+	}
+	prefix := glob.Prefix(pattern)
+	var turn background.Turn
+	defer turn.End()
+	for {
+		if err := turn.Work(ctx); err != nil {
+			return err
+		}
+		names, err := page(after, prefix)
+		if err != nil {
+			return err
+		}
+		for _, name := range names {
+			if ctx.Err() != nil { // a name may take 10 µs
+				return context.Cause(ctx)
+			}
+			after = name
+			if !strings.HasPrefix(name, prefix) || (pattern == "" || g.Match(name)) && !use(name) {
+				return nil
+			}
+		}
+		if len(names) < PageNames {
+			return nil
+		}
+	}
+}
