@@ -78,10 +78,10 @@ func readGolden(path string) (map[string]tensor.Tensor, map[string]string, io.Cl
 				all[name], err = readArray(a)
 			}
 			if err != nil {
-				return nil, nil, nil, errors.Join(err, z.Close())
+				return nil, nil, nil, err
 			}
 		}
-		return all, nil, z, nil
+		return all, nil, closer(func() error { return nil }), nil
 	}
 	s, err := OpenSafetensors(path)
 	if err != nil {

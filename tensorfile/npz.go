@@ -18,16 +18,15 @@ const npySuffix = ".npy"
 // zipHeader is the length of a local header without its texts.
 const zipHeader = 30
 
-// NPZ is an open .npz file: a zip archive of .npy files. Safe for concurrent use, except
-// that Close comes last; each Reader of its arrays belongs to one goroutine.
+// NPZ is an open .npz file: a zip archive of .npy files. Safe for concurrent use; each Reader
+// of its arrays belongs to one goroutine.
 type NPZ struct {
 	names   []string
 	members map[string]*zip.File
-	close   func() error
 }
 
 // OpenNPZ opens a .npz file and checks its directory. Arrays are read, and decompressed,
-// when they are asked for. The caller closes the result.
+// when they are asked for. The file is closed when nothing refers to the result any more.
 func OpenNPZ(path string) (*NPZ, error) {
 	f, size, err := openFile(path)
 	if err != nil {
@@ -37,7 +36,6 @@ func OpenNPZ(path string) (*NPZ, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("%s: %w", path, err), f.Close())
 	}
-	z.close = f.Close
 	return z, nil
 }
 
@@ -46,7 +44,7 @@ func readNPZ(r io.ReaderAt, size int64) (*NPZ, error) {
 	if err != nil {
 		return nil, zipError(early(err))
 	}
-	z := &NPZ{members: make(map[string]*zip.File, len(archive.File)), close: func() error { return nil }}
+	z := &NPZ{members: make(map[string]*zip.File, len(archive.File))}
 	for _, f := range archive.File {
 		name, isNPY := strings.CutSuffix(f.Name, npySuffix)
 		switch {
@@ -89,9 +87,6 @@ func apart(members []*zip.File) error {
 
 // Names returns the names of the arrays, in the order of the file.
 func (z *NPZ) Names() []string { return slices.Clone(z.names) }
-
-// Close closes the file: no array may be read any more.
-func (z *NPZ) Close() error { return z.close() }
 
 // Array returns an array, whose Reader decompresses it piece by piece, and gives the last
 // byte only when the checksum of the archive is right. The header and the size that the

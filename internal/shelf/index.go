@@ -3,7 +3,6 @@ package shelf
 import (
 	"context"
 	"fmt"
-	"iter"
 	"maps"
 	"slices"
 	"strings"
@@ -17,9 +16,9 @@ import (
 // Index has the tensors of a store by name. A method whose comment does not say that it locks
 // the Index is called with the lock held.
 type Index[T interface{ About() *store.Info }] struct {
-	sync.Mutex // guards all below, and what its owner says; taken last
-	byName     map[string]T
-	names      []string // sorted
+	sync.Mutex              // guards all below, and what its owner says; taken last
+	ByName     map[string]T // changed by the methods only
+	names      []string     // sorted
 	closed     bool
 	sets       []string // the names of the last sets, in the order of their commits
 	forgot     int64    // how many names of earlier sets are not in sets any more
@@ -30,20 +29,8 @@ func (x *Index[T]) Reset(byName map[string]T) {
 	names := slices.Sorted(maps.Keys(byName)) // not under the lock: there may be many
 	x.Lock()
 	defer x.Unlock()
-	x.byName, x.names = byName, names
+	x.ByName, x.names = byName, names
 }
-
-// Get returns a value.
-func (x *Index[T]) Get(name string) (v T, known bool) {
-	v, known = x.byName[name]
-	return v, known
-}
-
-// Len returns how many values there are.
-func (x *Index[T]) Len() int { return len(x.byName) }
-
-// All yields all values.
-func (x *Index[T]) All() iter.Seq[T] { return maps.Values(x.byName) }
 
 // Closed returns store.ErrClosed if the store has been closed.
 func (x *Index[T]) Closed() error {
@@ -53,18 +40,19 @@ func (x *Index[T]) Closed() error {
 	return nil
 }
 
-// Find is Get, but locks.
+// Find returns a value; it locks.
 func (x *Index[T]) Find(name string) (v T, known bool) {
 	x.Lock()
 	defer x.Unlock()
-	return x.Get(name)
+	v, known = x.ByName[name]
+	return v, known
 }
 
 // Open calls hold with a value, and returns it, unless the store is closed; it locks.
 func (x *Index[T]) Open(name string, hold func(T)) (v T, err error) {
 	x.Lock()
 	defer x.Unlock()
-	v, there := x.byName[name]
+	v, there := x.ByName[name]
 	switch {
 	case x.closed:
 		return v, store.ErrClosed
@@ -83,7 +71,7 @@ func (x *Index[T]) List(ctx context.Context, pattern, after string, most int) (f
 		}
 		x.Lock()
 		defer x.Unlock()
-		if v, there := x.byName[name]; there {
+		if v, there := x.ByName[name]; there {
 			found = append(found, v.About().Clone())
 		}
 		return true
@@ -139,12 +127,12 @@ func (x *Index[T]) Put(values ...T) (replaced []T) {
 		if len(values) > 1 {
 			x.sets = append(x.sets, name)
 		}
-		if old, there := x.byName[name]; there {
+		if old, there := x.ByName[name]; there {
 			replaced = append(replaced, old)
 		} else {
 			fresh = append(fresh, name)
 		}
-		x.byName[name] = v
+		x.ByName[name] = v
 	}
 	if len(fresh) == 1 {
 		i, _ := slices.BinarySearch(x.names, fresh[0])
@@ -160,7 +148,7 @@ func (x *Index[T]) Put(values ...T) (replaced []T) {
 func (x *Index[T]) Drop(name string) {
 	if i, there := slices.BinarySearch(x.names, name); there {
 		x.names = slices.Delete(x.names, i, i+1)
-		delete(x.byName, name)
+		delete(x.ByName, name)
 	}
 }
 

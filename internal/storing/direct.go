@@ -22,12 +22,7 @@ import (
 // pull of one tensor. It belongs to one goroutine, and ends with its context at the latest.
 type Direct struct {
 	Desc tensor.Desc
-
-	service *Service
-	kind    serving.Direction
-	from    *admission.Caller
-	ctx     context.Context
-	cancel  context.CancelCauseFunc // by End
+	transfer
 
 	mu          sync.Mutex // guards all below
 	writer      store.Writer
@@ -76,13 +71,13 @@ func (s *Service) direct(ctx context.Context, kind serving.Direction, from *admi
 	if err := s.Begin(); err != nil {
 		return nil, err
 	}
-	if err := s.EnterTransfer(kind, from); err != nil {
+	t, err := s.enter(ctx, kind, from)
+	if err != nil {
 		s.End()
 		return nil, err
 	}
-	d := &Direct{service: s, kind: kind, from: from}
-	d.ctx, d.cancel = context.WithCancelCause(ctx)
-	err := s.survive(func() error { return begin(d) })
+	d := &Direct{transfer: t}
+	err = s.survive(func() error { return begin(d) })
 	d.mu.Lock()
 	d.forget = context.AfterFunc(ctx, func() { _ = d.End(context.Cause(ctx)) })
 	d.mu.Unlock()
@@ -161,8 +156,7 @@ func (d *Direct) End(err error) error {
 	}
 	d.cancel(stream.ErrClosed)
 	s.TensorsEnded(d.kind, code, 1)
-	s.TransferEnded(d.kind, code, d.moved)
-	s.LeaveTransfer(d.kind, d.from)
+	d.leave(code, d.moved)
 	s.Core.End()
 	return d.err
 }

@@ -76,16 +76,43 @@ func (s *Service) tellEvicted(name string, evicted []store.Info) {
 	}
 }
 
-// task is what a put and a get have in common.
-type task struct {
+// transfer is what a put, a get and a Direct have in common: how it is admitted, ends and is
+// counted.
+type transfer struct {
 	service *Service
+	kind    serving.Direction
+	from    *admission.Caller // nil if its session counts as the transfer
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+}
+
+// enter admits a transfer, whose context ends with ctx at the latest. leave must follow.
+func (s *Service) enter(ctx context.Context, kind serving.Direction, from *admission.Caller) (t transfer, err error) {
+	if from != nil {
+		if err := s.EnterTransfer(kind, from); err != nil {
+			return t, err
+		}
+	}
+	t = transfer{service: s, kind: kind, from: from}
+	t.ctx, t.cancel = context.WithCancelCause(ctx)
+	return t, nil
+}
+
+// leave counts how the transfer ended.
+func (t *transfer) leave(code frame.Code, bytes int64) {
+	t.service.TransferEnded(t.kind, code, bytes)
+	if t.from != nil {
+		t.service.LeaveTransfer(t.kind, t.from)
+	}
+}
+
+// task is what a put and a get of a session have in common.
+type task struct {
+	transfer
 	session *serving.Session
 	id      tensor.ID
-	kind    serving.Direction
 	record  *record
-	ready   int64           // tensors of a set that are received: counted with its end
-	ctx     context.Context // ends with the call
-	cancel  context.CancelCauseFunc
+	ready   int64 // tensors of a set that are received: counted with its end
 }
 
 // Task begins a put or a get, or finishes its call; the session is locked.
@@ -129,20 +156,19 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 	} else if bad := check(part.Get.Selections); bad != nil {
 		return t, bad
 	}
-	if !on.OneWay() { // otherwise the session itself counts
-		if err := s.EnterTransfer(kind, on.From); err != nil {
-			return t, err
-		}
+	from := on.From
+	if on.OneWay() {
+		from = nil
 	}
-	t = task{service: s, session: on, id: part.ID, kind: kind}
-	r, err := s.log.begin(part.ID, kind, on, part.Put != nil && part.Put.All, s.PrincipalOf(on.Values))
-	if err != nil {
-		t.leave(frame.AlreadyExists, 0)
+	t.session, t.id = on, part.ID
+	if t.transfer, err = s.enter(on.Values, kind, from); err != nil {
 		return t, err
 	}
-	t.record = r
-	t.ctx, t.cancel = context.WithCancelCause(on.Values)
-	return t, nil
+	if t.record, err = s.log.begin(part.ID, kind, on, part.Put != nil && part.Put.All, s.PrincipalOf(on.Values)); err != nil {
+		t.cancel(err)
+		t.leave(frame.AlreadyExists, 0)
+	}
+	return t, err
 }
 
 // finish decides how the call ends; the session is locked.
@@ -159,13 +185,6 @@ func (t *task) over(code frame.Code, text string) {
 		if t.ready > 0 {
 			t.service.TensorsEnded(t.kind, code, t.ready)
 		}
-	}
-}
-
-func (t *task) leave(code frame.Code, bytes int64) {
-	t.service.TransferEnded(t.kind, code, bytes)
-	if !t.session.OneWay() {
-		t.service.LeaveTransfer(t.kind, t.session.From)
 	}
 }
 

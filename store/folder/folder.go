@@ -272,7 +272,7 @@ func (f *Store) reserve(name string, header, size, said int64) error {
 	if err := f.index.Closed(); err != nil {
 		return err
 	}
-	if _, known := f.index.Get(name); !known && f.index.Len()+f.writers >= f.config.MaxTensors {
+	if _, known := f.index.ByName[name]; !known && len(f.index.ByName)+f.writers >= f.config.MaxTensors {
 		return fmt.Errorf("%w: the limit is %d tensors; delete some", store.ErrFull, f.config.MaxTensors)
 	}
 	if free := f.config.Limit - f.used.Load(); header > free || size > free-header {
@@ -330,7 +330,7 @@ func (f *Store) mapFile(p *pushed) error {
 func (f *Store) forget(p *pushed) {
 	f.index.Lock()
 	defer f.index.Unlock()
-	if now, _ := f.index.Get(p.info.Name); now != p { // a set has replaced it
+	if f.index.ByName[p.info.Name] != p { // a set has replaced it
 		return
 	}
 	f.index.Drop(p.info.Name)

@@ -53,9 +53,7 @@ var (
 // New returns a store of at most limitBytes. A tensor takes its bytes, rounded up to
 // whole pages of 4 KiB, and its metadata. Its memory comes from pool.
 func New(pool *slab.Pool, limitBytes int64) *Store {
-	s := &Store{pool: pool, limit: limitBytes}
-	s.index.Reset(map[string]*resident{})
-	return s
+	return &Store{pool: pool, limit: limitBytes, index: shelf.Index[*resident]{ByName: map[string]*resident{}}}
 }
 
 // NewCache is like New, but the store evicts tensors to make room for a new one: the
@@ -93,18 +91,11 @@ func (m *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 	return w, nil
 }
 
-// neverFitsError is an ErrFull that is a tensor.ErrTooLarge, too: to try again does not help.
-type neverFitsError struct{ error }
-
-func (n neverFitsError) Unwrap() error { return n.error }
-
-// Is reports whether target is tensor.ErrTooLarge.
-func (neverFitsError) Is(target error) bool { return target == tensor.ErrTooLarge }
-
 // reserve charges room bytes, and evicts tensors for them if it may and must.
 func (m *Store) reserve(name string, room int64) (evicted []store.Info, err error) {
 	if room > m.limit {
-		return nil, neverFitsError{fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room", store.ErrFull, name, room, m.limit)}
+		return nil, fmt.Errorf("%w: %w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room",
+			store.ErrFull, tensor.ErrTooLarge, name, room, m.limit) // too large: to try again does not help
 	}
 	m.index.Lock()
 	defer m.index.Unlock()
@@ -140,7 +131,7 @@ func (m *Store) reserve(name string, room int64) (evicted []store.Info, err erro
 // replacing returns a note for ErrFull if an older tensor has the name, which needs room, too.
 // The caller holds the index.
 func (m *Store) replacing(name string) string {
-	if old, known := m.index.Get(name); known {
+	if old, known := m.index.ByName[name]; known {
 		return fmt.Sprintf(" (the older one, of %d, stays until the new one is complete)", old.room)
 	}
 	return ""
@@ -189,7 +180,7 @@ func (m *Store) Delete(ctx context.Context, names ...string) ([]string, error) {
 	return shelf.DeleteEach(ctx, names, func(name string) (bool, error) {
 		m.index.Lock()
 		defer m.index.Unlock()
-		r, known := m.index.Get(name)
+		r, known := m.index.ByName[name]
 		if known {
 			m.forget(r)
 		}
@@ -201,7 +192,7 @@ func (m *Store) Delete(ctx context.Context, names ...string) ([]string, error) {
 func (m *Store) Close() error {
 	m.index.Lock()
 	defer m.index.Unlock()
-	for r := range m.index.All() {
+	for _, r := range m.index.ByName {
 		m.forget(r)
 	}
 	return m.index.Close()
@@ -294,15 +285,12 @@ func (w *writer) seal() {
 	w.made.info.Digest = w.order.Sum()
 }
 
-func (w *writer) Commit(context.Context) (store.Info, error) {
-	defer w.Abort()
-	w.seal()
-	r := w.made
-	if err := w.store.show(r); err != nil {
+func (w *writer) Commit(ctx context.Context) (store.Info, error) {
+	infos, err := w.store.CommitAll(ctx, []store.Writer{w})
+	if err != nil {
 		return store.Info{}, err
 	}
-	w.made = nil
-	return r.Info(), nil
+	return infos[0], nil
 }
 
 func (w *writer) Abort() {
