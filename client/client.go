@@ -21,6 +21,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/experimental"
@@ -255,6 +256,15 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	}
 	c.shared = s
 	return s, nil
+}
+
+// storingSession returns the shared session, for a push or a pull.
+func (c *Client) storingSession(ctx context.Context) (*Session, error) {
+	s, err := c.sharedSession(ctx)
+	if err == nil && !s.status().PeerStores {
+		return nil, &Error{Code: codes.Unimplemented, Message: "the sessions of this server do not store tensors: it is older than this client supports"}
+	}
+	return s, err
 }
 
 // Kept returns how many bytes of unused memory the client keeps for reuse, at most 64 MiB.

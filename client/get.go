@@ -213,20 +213,11 @@ type pulled struct {
 
 // run receives what the selections pick. An error is that of the call.
 func (p *pull) run(ctx context.Context, c *Client, list []frame.Selection, patience stream.Instant) error {
-	s, err := c.sharedSession(ctx)
+	s, err := c.storingSession(ctx)
 	if err != nil {
 		return err
 	}
 	id := tensor.NewID()
-	if !s.status().PeerStores {
-		if s, err = c.oneWay(ctx, s, id, newPullCarrier); err != nil {
-			return err
-		}
-		defer s.Close()
-		for i := range list { // that session's server does not say what it leaves out
-			list[i].Held, list[i].HeldDigest = nil, nil
-		}
-	}
 	err = p.open(ctx, s, frame.Call{ID: id, Get: &frame.Get{Selections: list}}, p, func(m *stream.Machine, _ stream.Instant) error {
 		m.Patience(id, patience)
 		return nil

@@ -27,38 +27,36 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// rogue is a server that knows nothing but the proto, and does with transfers what
-// a test says.
+// rogue is a server that knows nothing but the proto, and does with puts and gets what a test
+// says: its RPC ends with an error of theirs, else their call with OK.
 type rogue struct {
 	pb.UnimplementedTensorServiceServer
-	pull func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error
-	push func(s pb.TensorService_PushTensorsServer) error
-
-	chunkBytes uint32 // of a session's hello
-	list       func(*pb.ListTensorsRequest) *pb.ListTensorsResponse
+	get  func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error
+	put  func(first *pb.Frame, s pb.TensorService_StreamTensorsServer) error
+	list func(*pb.ListTensorsRequest) *pb.ListTensorsResponse
 }
 
-func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-	return r.pull(req, s)
-}
-
-// StreamTensors is a session of a server from before puts and gets were calls.
+// StreamTensors serves a session, one call after the other.
 func (r *rogue) StreamTensors(s pb.TensorService_StreamTensorsServer) error {
-	f, err := s.Recv()
-	if err != nil {
-		return err
-	}
-	hello := &pb.Hello{Version: 1, SessionId: f.GetHello().GetSessionId(), Checksum: f.GetHello().GetChecksum(), MaxChunkBytes: r.chunkBytes}
-	if err := s.Send(&pb.Frame{Hello: hello}); err != nil {
-		return err
-	}
+	err := hello(s, func(h *pb.Hello) { h.Stores = true })
 	for err == nil {
-		_, err = s.Recv()
+		var f *pb.Frame
+		if f, err = s.Recv(); err != nil {
+			return nil
+		}
+		for _, c := range f.GetCalls() {
+			if c.Get != nil {
+				err = r.get(c, s)
+			} else {
+				err = r.put(f, s)
+			}
+			if err == nil {
+				err = s.Send(&pb.Frame{Dones: []*pb.Done{{CallId: c.Id}}})
+			}
+		}
 	}
-	return nil
+	return err
 }
-
-func (r *rogue) PushTensors(s pb.TensorService_PushTensorsServer) error { return r.push(s) }
 
 func (r *rogue) ListTensors(_ context.Context, req *pb.ListTensorsRequest) (*pb.ListTensorsResponse, error) {
 	return r.list(req), nil
@@ -95,7 +93,6 @@ func beguile(t *testing.T, r *rogue, cfg client.Config) *client.Client {
 
 // sent is one tensor of 10 bytes in chunks of 4, as a server sends it.
 type sent struct {
-	hello  *pb.Hello
 	desc   *pb.TensorDesc
 	chunks []*pb.Chunk
 	sum    *pb.Summary
@@ -112,23 +109,28 @@ func sealed(id []byte, index uint32, data []byte) *pb.Chunk {
 	return &pb.Chunk{TensorId: id, Index: index, Data: data, Checksum: crc32.Update(crc32.Checksum(named, table), table, data)}
 }
 
-func send(req *pb.PullTensorsRequest, name string) *sent {
+func send(call *pb.Call, name string) *sent {
 	data := []byte("0123456789")
 	id := newID()
 	d := digestOf(data)
 	return &sent{
-		hello:  &pb.Hello{Version: 1, SessionId: req.GetHello().GetSessionId(), MaxChunkBytes: mib, Checksum: req.GetHello().GetChecksum()},
-		desc:   &pb.TensorDesc{TensorId: id, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{10}, SizeBytes: 10, ChunkBytes: 4, Name: name},
+		desc: &pb.TensorDesc{
+			TensorId: id, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{10}, SizeBytes: 10, ChunkBytes: 4, Name: name,
+			CallId: call.Id, OnAllowance: true,
+		},
 		chunks: []*pb.Chunk{sealed(id, 0, data[:4]), sealed(id, 1, data[4:8]), sealed(id, 2, data[8:])},
-		sum:    &pb.Summary{TensorId: id, Name: name, SizeBytes: 10, Digest: d[:]},
+		sum:    &pb.Summary{TensorId: id, Name: name, SizeBytes: 10, Digest: d[:], CallId: call.Id},
 	}
 }
 
-func (x *sent) to(s pb.TensorService_PullTensorsServer) error {
+// huge makes it a tensor of so many bytes, none of which has come.
+func (x *sent) huge(bytes int64) {
+	x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes, x.desc.OnAllowance = []int64{bytes}, uint64(bytes), mib, false
+	x.chunks, x.sum = nil, nil
+}
+
+func (x *sent) to(s pb.TensorService_StreamTensorsServer) error {
 	var frames []*pb.Frame
-	if x.hello != nil {
-		frames = append(frames, &pb.Frame{Hello: x.hello})
-	}
 	if x.desc != nil {
 		frames = append(frames, &pb.Frame{Descs: []*pb.TensorDesc{x.desc}})
 	}
@@ -172,32 +174,25 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		code  codes.Code
 		says  string
 	}{
-		"no hello":                   {func(x *sent) { x.hello = nil }, internal, "one hello"},
-		"two hellos":                 {func(x *sent) { x.extra = []*pb.Frame{{Hello: x.hello}} }, internal, "one hello"},
-		"another version":            {func(x *sent) { x.hello.Version = 7 }, codes.FailedPrecondition, "version 7"},
-		"another transfer":           {func(x *sent) { x.hello.SessionId = newID() }, internal, "another transfer"},
-		"another checksum":           {func(x *sent) { x.hello.Checksum = pb.Checksum_CHECKSUM_CRC32 }, internal, "checksum"},
-		"a call":                     {func(x *sent) { x.extra = []*pb.Frame{{Calls: []*pb.Call{{Id: newID(), Model: "m"}}}} }, invalid, "sessions"},
-		"a credit":                   {func(x *sent) { x.extra = []*pb.Frame{{Credits: []*pb.Credit{{TensorId: newID()}}}} }, invalid, "sessions"},
-		"a drain":                    {func(x *sent) { x.extra = []*pb.Frame{{Drain: &pb.Drain{}}} }, invalid, "sessions"},
-		"garbage":                    {func(x *sent) { x.raw = []byte("\xff\xff garbage") }, internal, "malformed frame"},
+		"a call":                     {func(x *sent) { x.extra = []*pb.Frame{{Calls: []*pb.Call{{Id: newID(), Model: "m"}}}} }, invalid, "call came from the server"},
+		"garbage":                    {func(x *sent) { x.raw = []byte("\xff\xff garbage") }, invalid, "malformed frame"},
 		"a message too large":        {func(x *sent) { x.raw = make([]byte, 8*mib) }, codes.ResourceExhausted, "larger than max"},
-		"a chunk before its desc":    {func(x *sent) { x.desc = nil }, codes.NotFound, "not announced"},
+		"a chunk before its desc":    {func(x *sent) { x.desc = nil }, internal, "did not"},
 		"no data type":               {func(x *sent) { x.desc.Dtype = 0 }, invalid, "data type"},
 		"rank 33":                    {func(x *sent) { x.desc.Shape = make([]int64, 33) }, invalid, "rank 33"},
 		"a negative dimension":       {func(x *sent) { x.desc.Shape = []int64{-10} }, invalid, "-10"},
 		"a size not the shape's":     {func(x *sent) { x.desc.SizeBytes = 11 }, invalid, "size_bytes is 11"},
 		"chunks over ours":           {func(x *sent) { x.desc.ChunkBytes = 2 * mib }, invalid, "chunk_bytes is 2097152"},
-		"a call's tensor":            {func(x *sent) { x.desc.CallId = newID() }, invalid, "no calls"},
+		"a call's tensor":            {func(x *sent) { x.desc.CallId = newID() }, internal, "did not"},
 		"a name with an escape":      {func(x *sent) { x.desc.Name = "\x1b[2J" }, invalid, "control"},
 		"a name of 60 KiB":           {func(x *sent) { x.desc.Name = strings.Repeat("n", 60<<10) }, invalid, "name"},
 		"another name":               {func(x *sent) { x.desc.Name = "../../etc/passwd" }, internal, "was not selected"},
-		"more than ResultBytes":      {func(x *sent) { x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{1 << 31}, 1<<31, mib }, codes.Unknown, "ResultBytes"},
+		"more than ResultBytes":      {func(x *sent) { x.huge(1 << 31) }, codes.Unknown, "ResultBytes"},
 		"a chunk out of range":       {func(x *sent) { x.chunks[1].Index = 7 }, invalid, "index 7"},
 		"a chunk too long":           {func(x *sent) { x.chunks[1].Data = []byte("fives") }, invalid, "5 bytes"},
-		"a chunk that is missing":    {func(x *sent) { x.chunks = x.chunks[:2] }, codes.DataLoss, "chunk 2"},
-		"a chunk that is damaged":    {func(x *sent) { x.chunks[1].Data = []byte("evil") }, codes.DataLoss, "chunk 1"},
-		"a chunk of another tensor":  {func(x *sent) { x.chunks[1].Checksum = sealed(newID(), 1, x.chunks[1].Data).Checksum }, codes.DataLoss, "chunk 1"},
+		"a chunk that is missing":    {func(x *sent) { x.chunks = x.chunks[:2] }, codes.DeadlineExceeded, "StallTimeout"},
+		"a chunk that is damaged":    {func(x *sent) { x.chunks[1].Data = []byte("evil") }, codes.DeadlineExceeded, "StallTimeout"},
+		"a chunk of another tensor":  {func(x *sent) { x.chunks[1].Checksum = sealed(newID(), 1, x.chunks[1].Data).Checksum }, codes.DeadlineExceeded, "StallTimeout"},
 		"a chunk twice, differently": {func(x *sent) { x.chunks[2] = sealed(x.desc.TensorId, 1, []byte("evil")) }, invalid, "again"},
 		"a second desc that differs": {func(x *sent) {
 			other := &pb.TensorDesc{TensorId: x.desc.TensorId, Dtype: x.desc.Dtype, Shape: []int64{5, 2}, SizeBytes: 10, ChunkBytes: 4, Name: "x"}
@@ -210,10 +205,9 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 			x.chunks = x.chunks[:1]
 			squeezed(x.chunks[0], make([]byte, 64*mib))
 		}, invalid, "not an lz4 block"},
-		"a summary before the chunks":  {func(x *sent) { x.early = true }, codes.DataLoss, "did not come"},
 		"a summary of another content": {func(x *sent) { x.sum.Digest[3] ^= 1 }, codes.DataLoss, "pull it again"},
 		"a summary without a digest":   {func(x *sent) { x.sum.Digest = nil }, codes.DataLoss, "pull it again"},
-		"a digest of 15 bytes":         {func(x *sent) { x.sum.Digest = x.sum.Digest[1:] }, internal, "digest"},
+		"a digest of 15 bytes":         {func(x *sent) { x.sum.Digest = x.sum.Digest[1:] }, invalid, "digest"},
 		"a summary of nothing sent":    {func(x *sent) { x.desc, x.chunks = nil, nil }, internal, "did not"},
 		"a summary that says no":       {func(x *sent) { x.sum.Code, x.sum.Message, x.sum.RetryAfterMillis = 8, "no room", 250 }, codes.ResourceExhausted, "no room"},
 		"a failure":                    {func(x *sent) { x.failure(&pb.Failure{Code: 15, Message: "the disk is gone"}) }, codes.DataLoss, "the disk is gone"},
@@ -221,42 +215,43 @@ func TestABadTensorOfAPullIsNeverTakenForAGoodOne(t *testing.T) {
 		"no summary":                   {func(x *sent) { x.sum = nil }, internal, "without a summary"},
 		"half of it":                   {func(x *sent) { x.sum, x.chunks = nil, x.chunks[:1] }, internal, "without a summary"},
 		"an error in the middle":       {func(x *sent) { x.sum, x.end = nil, status.Error(codes.Unavailable, "gone") }, codes.Unavailable, "gone"},
-		"a hello alone":                {func(x *sent) { *x = sent{hello: x.hello} }, codes.DataLoss, "without mentioning it"},
-		"nothing":                      {func(x *sent) { *x = sent{} }, codes.DataLoss, "without mentioning it"},
+		"a hello alone":                {func(x *sent) { *x = sent{} }, codes.DataLoss, "without mentioning it"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			r := &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-				x := send(req, "x")
-				tc.spoil(x)
-				return x.to(s)
-			}}
-			c := beguile(t, r, client.Config{Codec: codec.LZ4, ResultBytes: 1 << 30})
-			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
-			defer cancel()
-			asked := []string{}
-			list, err := c.Pull(ctx, client.PullRequest{
-				Select: []client.Selection{{Name: "x"}},
-				To: func(name string, _ tensor.Desc) (client.Sink, error) {
-					asked = append(asked, name)
-					return client.Sink{}, nil
-				},
+			bubble(t, func(t *testing.T) {
+				r := &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+					x := send(call, "x")
+					tc.spoil(x)
+					return x.to(s)
+				}}
+				c := beguile(t, r, client.Config{Codec: codec.LZ4, ResultBytes: 1 << 30, StallTimeout: time.Second})
+				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+				defer cancel()
+				asked := []string{}
+				list, err := c.Pull(ctx, client.PullRequest{
+					Select: []client.Selection{{Name: "x"}},
+					To: func(name string, _ tensor.Desc) (client.Sink, error) {
+						asked = append(asked, name)
+						return client.Sink{}, nil
+					},
+				})
+				for _, name := range asked {
+					require.Equal(t, "x", name, "the caller is asked for what it selected, and nothing else")
+				}
+				require.Error(t, err)
+				for _, s := range list {
+					require.Error(t, s.Err)
+					require.Nil(t, s.Data, "no bytes of a tensor that failed")
+					require.Contains(t, []string{"x", ""}, s.Name)
+				}
+				if len(list) > 0 {
+					err = list[0].Err
+				}
+				require.Equal(t, tc.code, status.Code(err), err)
+				require.ErrorContains(t, err, tc.says)
+				require.LessOrEqual(t, len(err.Error()), 8<<10)
 			})
-			for _, name := range asked {
-				require.Equal(t, "x", name, "the caller is asked for what it selected, and nothing else")
-			}
-			require.Error(t, err)
-			for _, s := range list {
-				require.Error(t, s.Err)
-				require.Nil(t, s.Data, "no bytes of a tensor that failed")
-				require.Contains(t, []string{"x", ""}, s.Name)
-			}
-			if len(list) > 0 {
-				err = list[0].Err
-			}
-			require.Equal(t, tc.code, status.Code(err), err)
-			require.ErrorContains(t, err, tc.says)
-			require.LessOrEqual(t, len(err.Error()), 8<<10)
 		})
 	}
 }
@@ -270,22 +265,23 @@ func (x *sent) failure(f *pb.Failure) {
 func TestWhatAServerMayDoInAPullIsTaken(t *testing.T) {
 	testkit.Start(t)
 	for name, change := range map[string]func(x *sent){
-		"as it should be":         func(*sent) {},
-		"chunks in another order": func(x *sent) { x.chunks[0], x.chunks[2] = x.chunks[2], x.chunks[0] },
-		"a chunk twice":           func(x *sent) { x.chunks = append(x.chunks[:2:2], x.chunks[1], x.chunks[2]) },
-		"late chunks":             func(x *sent) { x.chunks = append(x.chunks, x.chunks...) },
-		"an equal desc again":     func(x *sent) { x.extra = []*pb.Frame{{Descs: []*pb.TensorDesc{x.desc}}} },
-		"an empty frame":          func(x *sent) { x.extra = []*pb.Frame{{}} },
-		"a late failure":          func(x *sent) { x.extra = []*pb.Frame{{Failures: []*pb.Failure{{TensorId: x.desc.TensorId, Code: 13}}}} },
-		"a summary twice":         func(x *sent) { x.extra = []*pb.Frame{{Summaries: []*pb.Summary{x.sum}}} },
+		"as it should be":             func(*sent) {},
+		"chunks in another order":     func(x *sent) { x.chunks[0], x.chunks[2] = x.chunks[2], x.chunks[0] },
+		"a chunk twice":               func(x *sent) { x.chunks = append(x.chunks[:2:2], x.chunks[1], x.chunks[2]) },
+		"late chunks":                 func(x *sent) { x.chunks = append(x.chunks, x.chunks...) },
+		"an equal desc again":         func(x *sent) { x.extra = []*pb.Frame{{Descs: []*pb.TensorDesc{x.desc}}} },
+		"an empty frame":              func(x *sent) { x.extra = []*pb.Frame{{}} },
+		"a late failure":              func(x *sent) { x.extra = []*pb.Frame{{Failures: []*pb.Failure{{TensorId: x.desc.TensorId, Code: 13}}}} },
+		"a summary before the chunks": func(x *sent) { x.early = true },
+		"a summary twice":             func(x *sent) { x.extra = []*pb.Frame{{Summaries: []*pb.Summary{x.sum}}} },
 		"summaries that contradict": func(x *sent) {
 			x.extra = []*pb.Frame{{Summaries: []*pb.Summary{x.sum, {TensorId: x.desc.TensorId, Code: 13}}}}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-				x := send(req, "dir/x")
+			c := beguile(t, &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+				x := send(call, "dir/x")
 				change(x)
 				return x.to(s)
 			}}, client.Config{})
@@ -318,15 +314,9 @@ func TestASelectionThatTheServerForgetsFails(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-				first := send(req, "")
-				if err := (&sent{hello: first.hello}).to(s); err != nil {
-					return err
-				}
+			c := beguile(t, &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
 				for _, n := range tc.told {
-					x := send(req, n)
-					x.hello = nil
-					if err := x.to(s); err != nil {
+					if err := send(call, n).to(s); err != nil {
 						return err
 					}
 				}
@@ -352,27 +342,27 @@ func TestASelectionThatTheServerForgetsFails(t *testing.T) {
 
 func TestWhatAServerSaysInAPullIsKeptInBounds(t *testing.T) {
 	testkit.Start(t)
-	flood := func(what func() *pb.Frame) *rogue {
-		return &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-			err := (&sent{hello: send(req, "").hello}).to(s)
-			for err == nil {
-				err = s.Send(what())
+	flood := func(what func(call []byte) *pb.Frame) *rogue {
+		return &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+			for {
+				if err := s.Send(what(call.Id)); err != nil {
+					return err
+				}
 			}
-			return err
 		}}
 	}
 	text := strings.Repeat("z", 5_000)
 	summaries := func(name, text string) *rogue {
-		return flood(func() *pb.Frame {
+		return flood(func(call []byte) *pb.Frame {
 			f := &pb.Frame{}
 			for range 6 { // as many as a frame has room for
-				f.Summaries = append(f.Summaries, &pb.Summary{TensorId: newID(), Name: name, Code: 5, Message: text})
+				f.Summaries = append(f.Summaries, &pb.Summary{TensorId: newID(), Name: name, Code: 5, Message: text, CallId: call})
 			}
 			return f
 		})
 	}
-	descs := flood(func() *pb.Frame {
-		return &pb.Frame{Descs: []*pb.TensorDesc{{TensorId: newID(), Dtype: 12, Shape: make([]int64, 50_000), Name: "x"}}}
+	descs := flood(func(call []byte) *pb.Frame {
+		return &pb.Frame{Descs: []*pb.TensorDesc{{TensorId: newID(), Dtype: 12, Shape: make([]int64, 50_000), Name: "x", CallId: call}}}
 	})
 	for name, tc := range map[string]struct {
 		server *rogue
@@ -445,7 +435,7 @@ func TestAListThatDoesNotEndIsRefused(t *testing.T) {
 func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 	testkit.Start(t)
 	silent := func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }
-	again := func(s pb.TensorService_PullTensorsServer, f *pb.Frame) error {
+	again := func(s pb.TensorService_StreamTensorsServer, f *pb.Frame) error {
 		tick := time.NewTicker(time.Millisecond) // time stands still while somebody works
 		defer tick.Stop()
 		for ; ; <-tick.C {
@@ -454,24 +444,17 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 			}
 		}
 	}
-	for name, pull := range map[string]func(x *sent, s pb.TensorService_PullTensorsServer) error{
-		"that says nothing": func(_ *sent, s pb.TensorService_PullTensorsServer) error { return silent(s.Context()) },
-		"after its hello": func(x *sent, s pb.TensorService_PullTensorsServer) error {
-			return errors.Join((&sent{hello: x.hello}).to(s), silent(s.Context()))
-		},
-		"in a tensor of a TiB": func(x *sent, s pb.TensorService_PullTensorsServer) error {
-			x.desc.Shape, x.desc.SizeBytes, x.desc.ChunkBytes = []int64{1 << 40}, 1<<40, mib
-			x.chunks, x.sum = nil, nil
+	for name, pull := range map[string]func(x *sent, s pb.TensorService_StreamTensorsServer) error{
+		"that says nothing": func(_ *sent, s pb.TensorService_StreamTensorsServer) error { return silent(s.Context()) },
+		"in a tensor of a TiB": func(x *sent, s pb.TensorService_StreamTensorsServer) error {
+			x.huge(1 << 40)
 			return errors.Join(x.to(s), silent(s.Context()))
 		},
-		"before the summary": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+		"before the summary": func(x *sent, s pb.TensorService_StreamTensorsServer) error {
 			x.sum = nil
 			return errors.Join(x.to(s), silent(s.Context()))
 		},
-		"and sends empty frames": func(x *sent, s pb.TensorService_PullTensorsServer) error {
-			return errors.Join((&sent{hello: x.hello}).to(s), again(s, &pb.Frame{}))
-		},
-		"and sends a chunk for ever": func(x *sent, s pb.TensorService_PullTensorsServer) error {
+		"and sends a chunk for ever": func(x *sent, s pb.TensorService_StreamTensorsServer) error {
 			x.chunks, x.sum = x.chunks[:1], nil
 			return errors.Join(x.to(s), again(s, &pb.Frame{Chunk: x.chunks[0]}))
 		},
@@ -479,8 +462,8 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 		t.Run("a pull, "+name, func(t *testing.T) {
 			testkit.Start(t)
 			bubble(t, func(t *testing.T) {
-				c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-					return pull(send(req, "x"), s)
+				c := beguile(t, &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+					return pull(send(call, "x"), s)
 				}}, client.Config{StallTimeout: 50 * time.Millisecond})
 				list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "x"}}, To: func(string, tensor.Desc) (client.Sink, error) {
 					return client.Writer(func(tensor.Desc) (io.Writer, error) { return io.Discard, nil }), nil
@@ -493,9 +476,9 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 			})
 		})
 	}
-	for name, push := range map[string]func(s pb.TensorService_PushTensorsServer) error{
-		"that reads nothing": func(s pb.TensorService_PushTensorsServer) error { return silent(s.Context()) },
-		"that does not answer": func(s pb.TensorService_PushTensorsServer) error {
+	for name, push := range map[string]func(first *pb.Frame, s pb.TensorService_StreamTensorsServer) error{
+		"that reads nothing": func(_ *pb.Frame, s pb.TensorService_StreamTensorsServer) error { return silent(s.Context()) },
+		"that does not answer": func(_ *pb.Frame, s pb.TensorService_StreamTensorsServer) error {
 			for {
 				if _, err := s.Recv(); err != nil {
 					return silent(s.Context())
@@ -506,7 +489,7 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 		t.Run("a push, "+name, func(t *testing.T) {
 			testkit.Start(t)
 			bubble(t, func(t *testing.T) {
-				c := beguile(t, &rogue{push: push},
+				c := beguile(t, &rogue{put: push},
 					client.Config{StallTimeout: 200 * time.Millisecond})
 				in := client.Input{Name: "x", Desc: int8s(20 * mib), Data: make([]byte, 20*mib)}
 				_, err := c.Push(t.Context(), client.PushRequest{Tensors: []client.Input{in}})
@@ -520,8 +503,8 @@ func TestAServerThatMovesNothingEndsATransfer(t *testing.T) {
 func TestAPullThatStallsEndsWithItsContext(t *testing.T) {
 	testkit.Start(t)
 	begun := make(chan struct{}, 2)
-	c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-		x := send(req, "x")
+	c := beguile(t, &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+		x := send(call, "x")
 		x.sum, x.chunks = nil, x.chunks[:1]
 		err := x.to(s)
 		begun <- struct{}{}
@@ -541,31 +524,32 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 	testkit.Start(t)
 	data := []byte("0123456789")
 	good := digestOf(data)
-	drain := func(s pb.TensorService_PushTensorsServer) (id []byte, err error) {
-		for {
-			f, err := s.Recv()
-			if errors.Is(err, io.EOF) {
-				return id, nil
-			}
-			if err != nil {
-				return nil, err
-			}
+	drain := func(f *pb.Frame, s pb.TensorService_StreamTensorsServer) (id []byte, err error) {
+		for ; err == nil; f, err = s.Recv() {
 			for _, d := range f.Descs {
 				id = d.TensorId
 			}
+			if len(f.Ends) > 0 {
+				return id, nil
+			}
 		}
+		return nil, err
 	}
-	answer := func(say func(id []byte) []*pb.Summary) func(s pb.TensorService_PushTensorsServer) error {
-		return func(s pb.TensorService_PushTensorsServer) error {
-			id, err := drain(s)
+	answer := func(say func(id []byte) []*pb.Summary) func(*pb.Frame, pb.TensorService_StreamTensorsServer) error {
+		return func(first *pb.Frame, s pb.TensorService_StreamTensorsServer) error {
+			id, err := drain(first, s)
 			if err != nil {
 				return err
 			}
-			return s.SendAndClose(&pb.PushTensorsResponse{Summaries: say(id)})
+			f := &pb.Frame{Summaries: say(id)}
+			for _, s := range f.Summaries {
+				s.CallId = first.Calls[0].Id
+			}
+			return s.Send(f)
 		}
 	}
 	for name, tc := range map[string]struct {
-		push func(s pb.TensorService_PushTensorsServer) error
+		push func(*pb.Frame, pb.TensorService_StreamTensorsServer) error
 		code codes.Code
 		says string
 	}{
@@ -573,8 +557,8 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 		"of another tensor": {answer(func([]byte) []*pb.Summary { return []*pb.Summary{{TensorId: newID(), Digest: good[:]}} }), codes.Internal, "without mentioning a tensor"},
 		"no digest":         {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id}} }), codes.DataLoss, "the client sent"},
 		"another digest":    {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id}} }), codes.DataLoss, "the client sent"},
-		"half a digest":     {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.Internal, "digest"},
-		"an id of 3 bytes":  {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.Internal, "tensor_id"},
+		"half a digest":     {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id, Digest: id[:8]}} }), codes.InvalidArgument, "digest"},
+		"an id of 3 bytes":  {answer(func(id []byte) []*pb.Summary { return []*pb.Summary{{TensorId: id[:3], Digest: good[:]}} }), codes.InvalidArgument, "tensor_id"},
 		"no, and then yes": {answer(func(id []byte) []*pb.Summary {
 			return []*pb.Summary{{TensorId: id, Code: 8, Message: "full"}, {TensorId: id, Digest: good[:]}}
 		}), codes.ResourceExhausted, "full"},
@@ -582,11 +566,13 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 		"too long an answer": {answer(func(id []byte) []*pb.Summary {
 			return []*pb.Summary{{TensorId: id, Digest: good[:], Message: strings.Repeat("m", 9*mib)}}
 		}), codes.ResourceExhausted, "larger than max"},
-		"an error": {func(pb.TensorService_PushTensorsServer) error { return status.Error(codes.PermissionDenied, "not you") }, codes.PermissionDenied, "not you"},
+		"an error": {func(*pb.Frame, pb.TensorService_StreamTensorsServer) error {
+			return status.Error(codes.PermissionDenied, "not you")
+		}, codes.PermissionDenied, "not you"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			testkit.Start(t)
-			c := beguile(t, &rogue{push: tc.push}, client.Config{})
+			c := beguile(t, &rogue{put: tc.push}, client.Config{})
 			for _, in := range []client.Input{{Data: data}, {Reader: bytes.NewReader(data)}} {
 				in.Name, in.Desc = "x", int8s(10)
 				ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -604,29 +590,28 @@ func TestABadAnswerToAPushIsNeverTakenForAGoodOne(t *testing.T) {
 
 func TestASummaryThatLiesAboutOneOfManyIsNotTheOthers(t *testing.T) {
 	testkit.Start(t)
-	c := beguile(t, &rogue{pull: func(req *pb.PullTensorsRequest, s pb.TensorService_PullTensorsServer) error {
-		for i := 19; i >= 0; i-- {
-			x := send(req, fmt.Sprintf("t%02d", i))
-			if i < 19 {
-				x.hello = nil
+	bubble(t, func(t *testing.T) {
+		c := beguile(t, &rogue{get: func(call *pb.Call, s pb.TensorService_StreamTensorsServer) error {
+			for i := 19; i >= 0; i-- {
+				x := send(call, fmt.Sprintf("t%02d", i))
+				if i%3 == 1 {
+					x.sum.Digest[0] ^= 1
+				}
+				if i%3 == 2 {
+					x.chunks[2].Data = []byte("!!")
+				}
+				if err := x.to(s); err != nil {
+					return err
+				}
 			}
-			if i%3 == 1 {
-				x.sum.Digest[0] ^= 1
-			}
-			if i%3 == 2 {
-				x.chunks[2].Data = []byte("!!")
-			}
-			if err := x.to(s); err != nil {
-				return err
-			}
+			return nil
+		}}, client.Config{})
+		list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t*"}}})
+		require.Error(t, err)
+		require.Len(t, list, 20)
+		for i, s := range list {
+			require.Equal(t, fmt.Sprintf("t%02d", i), s.Name, "they are sorted")
+			require.Equal(t, i%3 == 0, s.Err == nil, "%v", s.Err)
 		}
-		return nil
-	}}, client.Config{})
-	list, err := c.Pull(t.Context(), client.PullRequest{Select: []client.Selection{{Name: "t*"}}})
-	require.Error(t, err)
-	require.Len(t, list, 20)
-	for i, s := range list {
-		require.Equal(t, fmt.Sprintf("t%02d", i), s.Name, "they are sorted")
-		require.Equal(t, i%3 == 0, s.Err == nil, "%v", s.Err)
-	}
+	})
 }

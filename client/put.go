@@ -68,7 +68,7 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		if together && !valid {
 			err = fmt.Errorf("%w: nothing was stored, because another tensor of the set is invalid", ErrInput)
 		} else {
-			err = c.pushAll(ctx, all, r.Progress, together)
+			err = c.put(ctx, all, r.Progress, together)
 		}
 		var why error // after which another attempt can succeed
 		for _, t := range all {
@@ -89,37 +89,6 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		out[i] = t.Summary
 	}
 	return out, errorsOf(out)
-}
-
-// pushAll sends tensors over the client's session or, if the server's sessions do not store,
-// one by one as it can.
-func (c *Client) pushAll(ctx context.Context, all []*pushed, progress func(Progress), together bool) error {
-	s, err := c.sharedSession(ctx)
-	if err != nil {
-		return err
-	}
-	if s.status().PeerStores {
-		return c.put(ctx, s, tensor.NewID(), all, progress, together)
-	}
-	if together {
-		return &Error{Code: codes.FailedPrecondition, Message: "this server cannot store several tensors together; push them one by one"}
-	}
-	for i, t := range all {
-		if t.over {
-			continue
-		}
-		id := tensor.NewID()
-		one, err := c.oneWay(ctx, s, id, func(c carrier) session.Conn { return &pushCarrier{carrier: c} })
-		if err != nil {
-			return err
-		}
-		err = c.put(ctx, one, id, all[i:i+1], progress, false)
-		_ = one.Close()
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // rewind makes tensors that failed ready for another attempt; but those that the server turns
@@ -202,10 +171,15 @@ type pushed struct {
 }
 
 // put sends tensors in one call. An error is that of the call.
-func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*pushed, progress func(Progress), together bool) error {
+func (c *Client) put(ctx context.Context, list []*pushed, progress func(Progress), together bool) error {
+	s, err := c.storingSession(ctx)
+	if err != nil {
+		return err
+	}
+	id := tensor.NewID()
 	p := &putting{progress: progress, together: together, byID: make(map[tensor.ID]*pushed)}
 	none := func(*stream.Machine, stream.Instant) error { return nil }
-	if err := p.open(ctx, s, frame.Call{ID: id, Put: &frame.Put{All: together}}, p, none); err != nil {
+	if err = p.open(ctx, s, frame.Call{ID: id, Put: &frame.Put{All: together}}, p, none); err != nil {
 		return err
 	}
 	defer p.unhook()
@@ -223,7 +197,7 @@ func (c *Client) put(ctx context.Context, s *Session, id tensor.ID, list []*push
 	for p.wait() {
 		p.report()
 	}
-	err := p.err(ctx)
+	err = p.err(ctx)
 	for _, t := range list {
 		if t.sum != nil {
 			t.Evicted, t.EvictedBytes = evictedFor(t.sum)

@@ -9,10 +9,8 @@ import (
 	"net/url"
 	"time"
 
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/peer"
 
-	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -48,38 +46,13 @@ type handler interface {
 }
 
 // Session opens a session. ctx limits the opening, not the session's lifetime.
-func (c *Client) Session(ctx context.Context) (*Session, error) {
-	begin := time.Now()
-	lanes := uint32(max(0, c.cfg.Lanes))
-	var rpc grpc.BidiStreamingClient[pb.Frame, pb.Frame]
-	s, err := c.begin(ctx, stream.Config{Session: tensor.NewID(), Lanes: lanes, LanesAtOnce: lanes}, func(own context.Context) (_ session.Conn, err error) {
-		if rpc, err = c.stub.StreamTensors(own); err != nil {
-			return nil, err
-		}
-		return wire.NewConn(rpc, nil), nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	l := &s.lanes
-	if p, ok := peer.FromContext(rpc.Context()); ok {
-		l.address, l.wait = p.Addr, laneWait+time.Since(begin)
-	}
-	// The address of a Unix socket is the path that the server bound, which may name
-	// nothing here: the server may run in another folder or container.
-	if u, err := url.Parse(c.target); err == nil && u.Scheme == "unix" {
-		l.address = &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
-	}
-	return s, nil
-}
-
-// begin opens a session over what dial returns.
-func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own context.Context) (session.Conn, error)) (s *Session, err error) {
+func (c *Client) Session(ctx context.Context) (s *Session, err error) {
 	settled, err := c.attempt()
 	if err != nil {
 		return nil, err
 	}
 	defer func() { settled(err) }()
+	begin := time.Now()
 	own, cancel := context.WithCancel(context.Background())
 	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
 	s.lanes.busy = make(chan struct{}, 1)
@@ -87,32 +60,21 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
 	defer unhook()
-	if cfg.Check = c.cfg.Checksum; c.cfg.Codec != codec.None {
-		cfg.Codecs = []codec.Codec{c.cfg.Codec}
-	}
-	cfg.Limits = stream.Limits{
-		ChunkBytes:  uint32(c.cfg.ChunkBytes),
-		TensorBytes: tensorBytes, // a streamed result may have any size
-		SessionIdle: stream.Instant(365 * 24 * time.Hour),
-		// A model may pause between two results: Request.Timeout limits a call, and
-		// keep-alive finds a dead server.
-		ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
-		FirstFrame: stream.Instant(c.cfg.OpenTimeout),
-	}
-	conn, err := dial(own)
+	rpc, err := c.stub.StreamTensors(own)
 	c.mu.Lock()
 	if err = cmp.Or(context.Cause(c.closing), context.Cause(ctx), err); err != nil {
 		c.mu.Unlock()
 		cancel()
 		return nil, c.sessionError(err)
 	}
-	s.sess = session.New(cfg, events{s})
-	lost := s.sess.Carry(conn)
+	s.sess = session.New(c.sessionConfig(), events{s})
+	lost := s.sess.Carry(wire.NewConn(rpc, nil))
 	c.winding.Go(func() { s.windUp(lost) }) // Close waits for it
 	c.mu.Unlock()
 	select {
 	case <-s.opened:
 		if unhook() {
+			s.lanes.address, s.lanes.wait = c.address(rpc.Context()), laneWait+time.Since(begin)
 			return s, nil
 		} // else ctx has just ended
 	case <-s.sess.Stopped():
@@ -121,6 +83,38 @@ func (c *Client) begin(ctx context.Context, cfg stream.Config, dial func(own con
 	}
 	<-s.over
 	return nil, c.sessionError(cmp.Or(context.Cause(ctx), error(s.err)))
+}
+
+// sessionConfig returns the configuration of a new session.
+func (c *Client) sessionConfig() stream.Config {
+	lanes := uint32(max(0, c.cfg.Lanes))
+	cfg := stream.Config{Session: tensor.NewID(), Lanes: lanes, LanesAtOnce: lanes, Check: c.cfg.Checksum, Limits: stream.Limits{
+		ChunkBytes:  uint32(c.cfg.ChunkBytes),
+		TensorBytes: tensorBytes, // a streamed result may have any size
+		SessionIdle: stream.Instant(365 * 24 * time.Hour),
+		// A model may pause between two results: Request.Timeout limits a call, and
+		// keep-alive finds a dead server.
+		ChunkIdle:  stream.Instant(365 * 24 * time.Hour),
+		FirstFrame: stream.Instant(c.cfg.OpenTimeout),
+	}}
+	if c.cfg.Codec != codec.None {
+		cfg.Codecs = []codec.Codec{c.cfg.Codec}
+	}
+	return cfg
+}
+
+// address returns the address of the server of a session, or nil if gRPC has lost the
+// connection.
+func (c *Client) address(rpc context.Context) net.Addr {
+	// The address of a Unix socket is the path that the server bound, which may name
+	// nothing here: the server may run in another folder or container.
+	if u, err := url.Parse(c.target); err == nil && u.Scheme == "unix" {
+		return &net.UnixAddr{Net: u.Scheme, Name: cmp.Or(u.Path, u.Opaque)} // as gRPC reads it
+	}
+	if p, ok := peer.FromContext(rpc); ok {
+		return p.Addr
+	}
+	return nil
 }
 
 // windUp ends the session with its connection or its client, and cleans up after it.

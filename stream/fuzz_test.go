@@ -354,7 +354,7 @@ func FuzzRogueFrames(f *testing.F) {
 		}
 		r := &rogue{
 			t: t, script: script, closed: map[tensor.ID]bool{}, lent: map[tensor.ID][]*lentMem{}, left: map[tensor.ID]int{}, of: map[tensor.ID]tensor.ID{},
-			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Stores: true, StoredBytes: 100, OneWay: len(script)%8 == 1, Limits: Limits{
+			m: New(Config{Server: server, Session: tensor.ID{1}, Codecs: codec.All(), Stores: true, StoredBytes: 100, OneWay: server && len(script)%8 == 1, Limits: Limits{
 				ChunkBytes: 5, AllowanceBytes: 24, TensorBytes: 200, OpenTensors: 3, OpenCalls: 3, InputIdle: rogueIdle,
 			}}, 0),
 		}

@@ -22,7 +22,7 @@ func (m *Machine) Pending() bool {
 	}
 	return m.helloSeen && (m.waits || m.out.Ready(false) || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures) > 0 || m.drain != nil || m.in.DueNow() ||
 		m.calls.mayOpen() || len(m.calls.goOn) > 0 || m.out.mayAnnounce() >= 0 ||
-		len(m.out.summaries) > 0 || slices.ContainsFunc(m.out.ending, m.out.mayEnd))
+		len(m.out.summaries) > 0 || slices.ContainsFunc(m.out.ending, (*call).mayEnd))
 }
 
 // Next fills f, which must be empty, with what is to be sent next: waiting control parts

@@ -33,7 +33,7 @@ type in struct {
 // announce adds an admitted tensor.
 func (r *receiver) announce(now Instant, p *frame.Desc, geo tensor.Geometry, k *call) *in {
 	t := &in{transfer: transfer{call: k}, In: flow.In{
-		Tensor: flow.Tensor{Desc: *p, Geo: geo}, Owner: k, Stays: p.OnAllowance && k.part.Put != nil, Unchecked: k.part.Get != nil && !r.cfg.OneWay,
+		Tensor: flow.Tensor{Desc: *p, Geo: geo}, Owner: k, Stays: p.OnAllowance && k.part.Put != nil, Unchecked: k.part.Get != nil,
 		Asm: assembler.New(p.Tensor, geo, r.cfg.Check, r.free),
 	}}
 	t.Desc.Shape = p.Shape.Clone()

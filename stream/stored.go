@@ -113,17 +113,15 @@ func (m *Machine) addSummaries(p *flow.Parcel) {
 	}
 }
 
-// mayEnd reports whether the end of a put can be sent. One way, nothing follows it.
-func (s *sender) mayEnd(k *call) bool {
-	return k.state != lifecycle.Opening && !slices.ContainsFunc(k.outs, func(t *out) bool {
-		return !t.Announced || s.cfg.OneWay && t.failed == nil && !t.Chunks.Sent()
-	})
+// mayEnd reports whether the end of a put can be sent.
+func (k *call) mayEnd() bool {
+	return k.state != lifecycle.Opening && !slices.ContainsFunc(k.outs, func(t *out) bool { return !t.Announced })
 }
 
 // addEnds adds the ends of puts whose tensors are all announced.
 func (s *sender) addEnds(p *flow.Parcel) {
 	for i := 0; i < len(s.ending) && p.Room(len(p.Ends)); {
-		if !s.mayEnd(s.ending[i]) {
+		if !s.ending[i].mayEnd() {
 			i++
 			continue
 		}
@@ -159,11 +157,7 @@ func (m *Machine) summaryPart(now Instant, p *frame.Summary) {
 		m.out.drop(t)
 	}
 	if t := m.in.tensors[p.Tensor]; t != nil && t.call == k {
-		lost := m.cfg.OneWay && p.Code == frame.OK && !t.Asm.Whole() // its chunks would have come before
-		if lost {
-			s.Code, s.Message, s.Reason = frame.DataLoss, fmt.Sprintf("chunk %d did not come; pull it again", t.Asm.Below()), ""
-		}
-		if t.summed = true; lost || p.Code != frame.OK || t.Asm.Whole() && !t.Unchecked {
+		if t.summed = true; p.Code != frame.OK || t.Asm.Whole() && !t.Unchecked {
 			m.in.drop(t)
 		}
 	}

@@ -32,7 +32,7 @@ type Config struct {
 	// StoredBytes.
 	Stores      bool
 	StoredBytes int64
-	// OneWay means that only one side sends tensors, and hears nothing: it needs no credit,
+	// OneWay (server) means that only one side sends tensors, and hears nothing: it needs no credit,
 	// what it has sent counts as acknowledged, and a damaged chunk fails its tensor.
 	OneWay bool
 	// NoAllowance means that the peer may send nothing without credit, whatever Limits

@@ -47,16 +47,17 @@ func (r *rogue) StreamTensors(s grpc.BidiStreamingServer[pb.Frame, pb.Frame]) er
 	f, err := s.Recv()
 	if err == nil {
 		h := f.GetHello()
-		err = s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: h.GetSessionId(), Checksum: h.GetChecksum()}})
+		err = s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: h.GetSessionId(), Checksum: h.GetChecksum(), Stores: true}})
 	}
 	for err == nil {
-		_, err = s.Recv()
+		if f, err = s.Recv(); err != nil {
+			return nil
+		}
+		for _, c := range f.GetCalls() {
+			err = s.Send(&pb.Frame{Dones: []*pb.Done{{CallId: c.GetId()}}})
+		}
 	}
-	return nil
-}
-
-func (r *rogue) PullTensors(req *pb.PullTensorsRequest, s grpc.ServerStreamingServer[pb.Frame]) error {
-	return s.Send(&pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: req.GetHello().GetSessionId(), MaxChunkBytes: 1 << 20, Checksum: req.GetHello().GetChecksum()}})
+	return err
 }
 
 func (r *rogue) ListModels(context.Context, *pb.ListModelsRequest) (*pb.ListModelsResponse, error) {

@@ -27,11 +27,6 @@ func ReadPull(p *tensorferryv1.PullTensorsRequest) (*Pull, error) {
 	return v, from(p, "pull", v, (*coder).pull)
 }
 
-// Message copies the pull into its message.
-func (p *Pull) Message() *tensorferryv1.PullTensorsRequest {
-	return to(new(tensorferryv1.PullTensorsRequest), p, (*coder).pull)
-}
-
 // Summary copies what ended a tensor of a push.
 func Summary(p *tensorferryv1.Summary) (s frame.Summary, err error) {
 	err = from(p, "summary", &s, (*coder).summary)
