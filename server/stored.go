@@ -181,10 +181,6 @@ func (s *Server) GetTransfer(ctx context.Context, req *pb.GetTransferRequest) (*
 		Open: state.Open, Push: state.Kind == serving.Push, Code: uint32(state.Code), Message: state.Message,
 		AgeMillis: time.Since(state.Began).Milliseconds(),
 	}
-	if req.GetWaiting() { // the client does not read them
-		s.storing.Waits(id)
-		return out, nil
-	}
 	for i := range tensors {
 		t := &tensors[i]
 		out.Tensors = append(out.Tensors, &pb.TensorState{Summary: wire.ToSummary(&t.Summary), Open: t.Open, MovedBytes: uint64(t.MovedBytes)})

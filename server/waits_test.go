@@ -1,15 +1,11 @@
 package server_test
 
 import (
-	"errors"
-	"io"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -67,63 +63,4 @@ func TestAPushWhoseClientSaysThatItWaitsIsWaitedForToTheBound(t *testing.T) {
 			})
 		})
 	}
-}
-
-func TestAPullWhoseClientSaysThatItWaitsIsWaitedFor(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		const idle = 500 * time.Millisecond
-		m := shelf(t, 64*mib)
-		data := testkit.Bytes(16*mib, 1)
-		put(t, m, "x", data)
-		log := &notes{}
-		f := patient(t, idle, time.Hour, func(c *server.Config) { c.Store, c.Log = m, log.log() })
-		h := greeting(newID())
-		s := stall(t, f, &pb.PullTensorsRequest{Hello: h, Selections: []*pb.Selection{{Name: "x"}}})
-		c := pb.NewTensorServiceClient(f.dial(t)) // it may be another connection
-		// Longer than what lies unread keeps its connection.
-		f.saying(t, 6*idle, func() {
-			state, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: h.SessionId, Waiting: true})
-			require.NoError(t, err)
-			require.True(t, state.GetOpen())
-			require.Empty(t, state.GetTensors())
-		})
-		p := &pulled{hello: h, descs: map[string]*pb.TensorDesc{}, data: map[string][]byte{}, chunks: map[string][]uint32{}}
-		for {
-			frame, err := s.Recv()
-			if errors.Is(err, io.EOF) {
-				break
-			}
-			require.NoError(t, err)
-			p.take(t, frame)
-		}
-		p.status = status.New(codes.OK, "")
-		require.Equal(t, digest(data), p.summary(t, "x").GetDigest())
-		require.NotContains(t, log.String(), "does not read")
-	})
-}
-
-func TestAPullThatOnlySaysThatItWaitsEndsAndGivesEverythingBack(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		const idle = 500 * time.Millisecond
-		m := shelf(t, 64*mib)
-		put(t, m, "x", testkit.Bytes(32*mib, 1))
-		log := &notes{}
-		f := patient(t, idle, 3*idle, func(c *server.Config) { c.Store, c.Log = m, log.log() })
-		id := newID()
-		stall(t, f, &pb.PullTensorsRequest{Hello: greeting(id), Selections: []*pb.Selection{{Name: "x"}}})
-		c := pb.NewTensorServiceClient(f.dial(t))
-		testkit.Eventually(t, func() bool { // it says so for ever
-			_, err := c.GetTransfer(t.Context(), &pb.GetTransferRequest{TransferId: id, Waiting: true})
-			require.NoError(t, err)
-			return strings.Contains(log.String(), "does not read")
-		}, "the connection's end")
-		state := f.transfer(t, id)
-		require.Equal(t, codes.DeadlineExceeded, codes.Code(state.GetCode()))
-		saysWhy(t, state.GetMessage(), []string{"--input-idle"})
-		remove(t, m, "x")
-		testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "what was not read to be free")
-		f.isEmpty(t)
-	})
 }

@@ -248,34 +248,6 @@ func TestAConnectionThatIsClosedForItsFramesIsToldAndLogged(t *testing.T) {
 	}
 }
 
-func TestAConnectionWhosePeerWaitsIsExcused(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		const idle = time.Second
-		excused := make(chan *Frames, 1)
-		f := serve(t, func(_ *Config, f *fixture) {
-			f.frames = func(r *Frames) error {
-				excused <- r
-				return pour(r)
-			}
-		})
-		done := make(chan struct{})
-		defer close(done)
-		go f.Watch(idle, done)
-		conn := f.client(t)
-		stream(t, conn)
-		r := <-excused
-		for range 100 {
-			time.Sleep(idle / 10)
-			r.Excuse()
-		}
-		synctest.Wait()
-		require.Equal(t, connectivity.Ready, conn.GetState())
-		require.Zero(t, f.lines("does not read"))
-		testkit.Eventually(t, func() bool { return f.lines("does not read") == 1 }, "the end of a connection that is not")
-	})
-}
-
 func TestWhatIsKeptOfAPeersFramesIsCharged(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {

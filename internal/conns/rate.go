@@ -47,9 +47,6 @@ func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
 // there is memory for them.
 func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
 
-// Excuse makes what is unread on the connection count as sent just now.
-func (r *Frames) Excuse() { r.one.unread.Excuse() }
-
 // Comes reports whether so many bytes a second come, and nobody waits for memory of theirs.
 func (r *Frames) Comes(rate float64, over time.Duration) bool { return r.received.Comes(rate, over) }
 

@@ -34,7 +34,6 @@ func newLink(t testing.TB) *link {
 // Opened is of a Conn, as all below.
 func (*link) Opened()                           {}
 func (*link) Take(int64) bool                   { return true }
-func (*link) Excuse()                           {}
 func (*link) Comes(float64, time.Duration) bool { return false }
 func (*link) Free()                             {}
 

@@ -46,9 +46,6 @@ type Conn interface {
 	// Comes reports whether the peer sends at least rate bytes a second, on average of about the
 	// time over, and nobody waits for memory that they take. It is safe for concurrent use.
 	Comes(rate float64, over time.Duration) bool
-	// Excuse makes what the peer has not read count as sent just now. It is safe for
-	// concurrent use.
-	Excuse()
 }
 
 // Task serves one put or get.
@@ -166,12 +163,6 @@ func (s *Session) leave() {
 	} else {
 		c.Leave(admission.Sessions, s.From)
 	}
-}
-
-// Waits records that the peer has said, in another way than by a frame, that it waits.
-func (s *Session) Waits() {
-	s.conn.Excuse()
-	s.Do(func(m *stream.Machine, now stream.Instant) { m.PeerWaits(now) })
 }
 
 // OneWay reports whether the session carries a push or a pull.

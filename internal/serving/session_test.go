@@ -284,19 +284,6 @@ func TestASessionThatOnlySaysThatItWaitsEndsWithTheBound(t *testing.T) {
 	})
 }
 
-func TestASessionIsWaitedForThatSaysItAnotherWay(t *testing.T) {
-	testkit.Start(t)
-	bubble(t, func(t *testing.T) {
-		f := serve(t, func(c *Config) { c.Session = idle(time.Second, time.Hour) })
-		p := f.session(t)
-		o := small("echo")
-		p.open(o)
-		saying(5*time.Second, p.sess.Waits)
-		p.deliver(o)
-		require.Equal(t, o.data, p.result(o)["y"])
-	})
-}
-
 func TestTheEndsOfOneWaySessionsAreCounted(t *testing.T) {
 	testkit.Start(t)
 	bubble(t, func(t *testing.T) {

@@ -154,13 +154,6 @@ func (l *transferLog) stored(r *record) {
 	}
 }
 
-// Waits handles the message of a pull's client that it waits for the consumer of its output.
-func (s *Service) Waits(id tensor.ID) {
-	if _, on := s.log.find(id); on != nil {
-		on.Waits()
-	}
-}
-
 // State returns the state of a put or a get, and of its tensors; false if it is not known.
 func (s *Service) State(id tensor.ID) (of State, tensors []TensorState, known bool) {
 	s.log.mu.Lock()

@@ -136,7 +136,6 @@ func (l *link) Recv() (*frame.Frame, error) {
 
 func (*link) Free()                             {}
 func (*link) Opened()                           {}
-func (*link) Excuse()                           {}
 func (*link) Comes(float64, time.Duration) bool { return false }
 func (*link) Take(int64) bool                   { return true }
 

@@ -16,7 +16,6 @@ type Unread struct {
 	// Messages that no look has found, and those that one has.
 	fresh, found int
 	looks        int // how many there were
-	excused      int // of looks: what was sent before counts as sent then
 }
 
 // Look looks at what is unread, and reports whether it has found the same once before: the
@@ -31,15 +30,6 @@ func (u *Unread) Look() (stuck bool) {
 	return stuck
 }
 
-// Excuse has what is unread taken for sent just now.
-func (u *Unread) Excuse() {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.fresh += u.found
-	u.found = 0
-	u.excused = u.looks
-}
-
 // add counts a message, and remove undoes that.
 func (u *Unread) add(c *copied) {
 	u.mu.Lock()
@@ -52,7 +42,7 @@ func (u *Unread) add(c *copied) {
 func (u *Unread) remove(c *copied) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if max(c.sent, u.excused) == u.looks {
+	if c.sent == u.looks {
 		u.fresh--
 	} else {
 		u.found--

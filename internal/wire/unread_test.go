@@ -99,31 +99,8 @@ func TestWhateverIsSentIsChargedUntilGRPCLetsGo(t *testing.T) {
 	}
 }
 
-func TestWhatIsExcusedCountsAsSentJustThen(t *testing.T) {
-	testkit.Start(t)
-	a := newAccount()
-	old := a.control(t)
-	a.Look()
-	newer := a.control(t)
-	a.Excuse()
-	newest := a.control(t)
-	if a.Look() || !a.Look() {
-		t.Error("stuck when two looks since have found it, and only then")
-	}
-	a.Excuse()
-	for _, b := range []mem.BufferSlice{newest, old, newer} {
-		if a.empty() {
-			t.Error("empty")
-		}
-		b.Free()
-	}
-	if !a.empty() || a.Look() || a.Look() {
-		t.Error("all was read")
-	}
-}
-
 // TestEachMessageIsStuckOnItsOwn compares with a list of what is unread, and how many looks
-// have found it since it was sent or excused.
+// have found it since it was sent.
 func TestEachMessageIsStuckOnItsOwn(t *testing.T) {
 	testkit.Start(t)
 	r := testkit.Rand(t)
@@ -134,7 +111,7 @@ func TestEachMessageIsStuckOnItsOwn(t *testing.T) {
 	}
 	var model []sent
 	for range 20_000 {
-		switch r.IntN(8) {
+		switch r.IntN(7) {
 		case 0:
 			want := false
 			for i := range model {
@@ -144,12 +121,7 @@ func TestEachMessageIsStuckOnItsOwn(t *testing.T) {
 			if a.Look() != want {
 				t.Fatalf("stuck: %v, want %v", !want, want)
 			}
-		case 1:
-			a.Excuse()
-			for i := range model {
-				model[i].looks = 0
-			}
-		case 2, 3, 4:
+		case 1, 2, 3:
 			model = append(model, sent{b: a.control(t)})
 		default:
 			if len(model) > 0 {

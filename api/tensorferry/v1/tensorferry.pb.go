@@ -2573,10 +2573,7 @@ func (x *DeleteTensorsResponse) GetDeleted() []string {
 type GetTransferRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 bytes: the session_id of the hello of a push or a pull.
-	TransferId []byte `protobuf:"bytes,1,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
-	// The client of this pull is alive and waits for whoever takes its output. The answer
-	// names no tensors.
-	Waiting       bool `protobuf:"varint,2,opt,name=waiting,proto3" json:"waiting,omitempty"`
+	TransferId    []byte `protobuf:"bytes,1,opt,name=transfer_id,json=transferId,proto3" json:"transfer_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2616,13 +2613,6 @@ func (x *GetTransferRequest) GetTransferId() []byte {
 		return x.TransferId
 	}
 	return nil
-}
-
-func (x *GetTransferRequest) GetWaiting() bool {
-	if x != nil {
-		return x.Waiting
-	}
-	return false
 }
 
 // GetTransferResponse tells the state of a transfer. The server remembers the last
@@ -3715,11 +3705,10 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x14DeleteTensorsRequest\x12\x14\n" +
 	"\x05names\x18\x01 \x03(\tR\x05names\"1\n" +
 	"\x15DeleteTensorsResponse\x12\x18\n" +
-	"\adeleted\x18\x01 \x03(\tR\adeleted\"O\n" +
+	"\adeleted\x18\x01 \x03(\tR\adeleted\"D\n" +
 	"\x12GetTransferRequest\x12\x1f\n" +
 	"\vtransfer_id\x18\x01 \x01(\fR\n" +
-	"transferId\x12\x18\n" +
-	"\awaiting\x18\x02 \x01(\bR\awaiting\"\xc1\x01\n" +
+	"transferIdJ\x04\b\x02\x10\x03R\awaiting\"\xc1\x01\n" +
 	"\x13GetTransferResponse\x12\x12\n" +
 	"\x04open\x18\x01 \x01(\bR\x04open\x12\x12\n" +
 	"\x04push\x18\x02 \x01(\bR\x04push\x12\x12\n" +

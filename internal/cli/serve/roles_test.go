@@ -355,7 +355,7 @@ func TestALineIsTheBoundOfEveryWayIn(t *testing.T) {
 		session := g.session("bob")
 		session.open(&pb.Call{Put: &pb.Put{}})
 		ask := func(who string, id []byte) error {
-			_, err := pb.NewTensorServiceClient(g.as(who, g.native)).GetTransfer(ctx, &pb.GetTransferRequest{TransferId: id, Waiting: true})
+			_, err := pb.NewTensorServiceClient(g.as(who, g.native)).GetTransfer(ctx, &pb.GetTransferRequest{TransferId: id})
 			return err
 		}
 		testkit.Eventually(t, func() bool { return ask("bob", session.call) == nil }, "the push")
