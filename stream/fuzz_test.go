@@ -2,6 +2,7 @@ package stream
 
 import (
 	"bytes"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"runtime/debug"
@@ -42,13 +43,12 @@ func runWorld(choose func(int) int, steps int, keep bool) (problem string, trace
 	return "", nil
 }
 
-// schedules is how many random schedules TestRandomSchedules runs.
-const schedules = 100_000
+var schedules = flag.Int("schedules", 20_000, "how many random schedules are run; a tenth of them with -short or the race detector")
 
 func TestRandomSchedulesEndBitExactOrWithACode(t *testing.T) {
-	n := schedules
+	n := *schedules
 	if testing.Short() || raceEnabled {
-		n /= 50
+		n /= 10
 	}
 	// A world is small and gone at once: with a heap of 4 MiB, collections were a quarter of
 	// the work.

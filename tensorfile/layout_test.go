@@ -142,8 +142,8 @@ func TestAStreamThatEndsWithinAnArrayIsAnError(t *testing.T) {
 }
 
 func TestAnArrayInFortranOrderIsHeldOnceAndUntilItsLastByte(t *testing.T) {
-	const size = 64 << 20
-	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 13, 1 << 13}}
+	const size = 16 << 20
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1 << 12, 1 << 12}}
 	var readers []io.Reader
 	var before, after runtime.MemStats
 	runtime.GC()
