@@ -132,6 +132,7 @@ nocgo: ## Every test without cgo
 
 cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
 	$(GO) test -count 1 ./engine/cuda/...
+	$(GO) test -count 1 ./engine/cuda/fakecuda -run AddressSanitizer -sanitize
 	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|Lost|Hangs'
 
 ptxas: ## Assemble the PTX that ships for three GPUs with NVIDIA's assembler, of a PyPI wheel

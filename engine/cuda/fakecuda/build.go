@@ -5,14 +5,18 @@ package fakecuda
 import (
 	"cmp"
 	"crypto/sha256"
+	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -30,8 +34,6 @@ type Options struct {
 // kept is how long a build stays that nobody uses.
 const kept = 7 * 24 * time.Hour
 
-var building sync.Mutex
-
 // entries finds the kernels of a .cu file.
 var entries = regexp.MustCompile(`__global__\s+void\s+(\w+)\s*\(`)
 
@@ -41,8 +43,6 @@ var entries = regexp.MustCompile(`__global__\s+void\s+(\w+)\s*\(`)
 func Build(t testing.TB, o Options) (path string) {
 	t.Helper()
 	compiler := lookUp(t)
-	building.Lock()
-	defer building.Unlock()
 	path, err := build(compiler, o)
 	require.NoError(t, err, "fakecuda")
 	return path
@@ -68,6 +68,8 @@ func lookUp(t testing.TB) string {
 	return path
 }
 
+// build makes the library of objects, of which each is compiled once for all Options that it
+// is the same for: compiling takes seconds, linking does not.
 func build(compiler string, o Options) (string, error) {
 	_, self, _, _ := runtime.Caller(0)
 	driver := filepath.Join(filepath.Dir(self), "driver")
@@ -75,58 +77,95 @@ func build(compiler string, o Options) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	args := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
-	args = append(args, "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error") // a GPU does not forgive it: a kernel that does is SIGILL, without a library for that
+	flags := []string{"-std=c++17", "-O2", "-g1", "-fPIC", "-pthread", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unknown-pragmas"}
+	flags = append(flags, "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error") // a GPU does not forgive it: a kernel that does is SIGILL, without a library for that
 	if cpu.X86.HasFMA {
-		args = append(args, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
+		flags = append(flags, "-mfma") // otherwise each __builtin_fmaf is a call; no other operation is fused
 	}
 	if o.Sanitize {
-		args = append(args, "-fsanitize=address")
+		flags = append(flags, "-fsanitize=address")
 	}
-	args = append(args, "-I", driver, "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--version-script=symbols", "-o", "libcuda.so.1")
-	files := map[string][]byte{"symbols": []byte("{ global: *; };")}
-	if o.Hide != "" {
-		files["symbols"] = fmt.Appendf(nil, "{ local: %s; };", o.Hide)
-	}
-
 	version, err := exec.Command(compiler, "--version").Output()
 	if err != nil {
 		return "", err
 	}
-	hash := sha256.New()
-	fmt.Fprintf(hash, "%s%q%s%s", version, args, files, kernels)
-	for _, pattern := range []string{driver + "/*.*", kernels + "/*.cu", kernels + "/*.h"} {
-		paths, err := filepath.Glob(pattern)
-		if err != nil {
-			return "", err
-		}
-		for _, path := range paths {
-			text, err := os.ReadFile(path)
-			if err != nil {
-				return "", err
-			}
-			fmt.Fprintf(hash, "%s %d\n%s", path, len(text), text)
-			switch filepath.Ext(path) {
-			case ".cc":
-				args = append(args, path)
-			case ".cu":
-				twin := filepath.Base(path) + ".cc" // contains the .cu file and registers its kernels
-				files[twin] = fmt.Appendf(nil, "#include \"kernel.h\"\n#include \"shim.h\"\n#include %q\n", path)
-				for _, match := range entries.FindAllSubmatch(text, -1) {
-					files[twin] = fmt.Appendf(files[twin], "KERNEL(%s)\n", match[1])
-				}
-				args = append(args, twin)
-			}
-		}
+	headers, err := read(driver + "/*.h")
+	if err != nil {
+		return "", err
 	}
+	included, err := read(kernels + "/*.h")
+	if err != nil {
+		return "", err
+	}
+	sources, err := read(driver+"/*.cc", kernels+"/*.cu")
+	if err != nil {
+		return "", err
+	}
+
 	cache, err := os.UserCacheDir()
 	if err != nil {
 		cache = os.TempDir()
 	}
 	cache = filepath.Join(cache, "tensorferry")
-	library := filepath.Join(cache, fmt.Sprintf("fakecuda-%x", hash.Sum(nil)[:8]))
-	defer prune(cache, library, time.Now())
-	err = once(library, func(dir string) error {
+	unlock, err := lock(cache)
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	paths := slices.Sorted(maps.Keys(sources))
+	objects, errs := make([]string, len(paths)), make([]error, len(paths))
+	var all sync.WaitGroup
+	for i, path := range paths {
+		all.Go(func() {
+			text, beside := sources[path], fmt.Sprintf("%s%s", version, headers)
+			if filepath.Ext(path) == ".cu" { // is included, and its kernels are registered
+				beside += fmt.Sprintf("%s%s", included, text)
+				twin := fmt.Appendf(nil, "#include \"kernel.h\"\n#include \"shim.h\"\n#include %q\n", path)
+				for _, match := range entries.FindAllSubmatch(text, -1) {
+					twin = fmt.Appendf(twin, "KERNEL(%s)\n", match[1])
+				}
+				text = twin
+			}
+			args := append(slices.Clone(flags), "-I", driver, "-c", "source.cc", "-o", "object.o")
+			objects[i], errs[i] = made(cache, compiler, args, beside, "object.o", map[string][]byte{"source.cc": text})
+		})
+	}
+	all.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return "", err
+	}
+	symbols := []byte("{ global: *; };")
+	if o.Hide != "" {
+		symbols = fmt.Appendf(nil, "{ local: %s; };", o.Hide)
+	}
+	args := append(slices.Clone(flags), "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--version-script=symbols", "-o", "libcuda.so.1")
+	return made(cache, compiler, append(args, objects...), string(version), "libcuda.so.1", map[string][]byte{"symbols": symbols})
+}
+
+// read reads the files that patterns match.
+func read(patterns ...string) (map[string][]byte, error) {
+	files := make(map[string][]byte)
+	for _, pattern := range patterns {
+		paths, err := filepath.Glob(pattern)
+		if err != nil {
+			return nil, err
+		}
+		for _, path := range paths {
+			if files[path], err = os.ReadFile(path); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return files, nil
+}
+
+// made returns the path of a file that the compiler makes in a folder of others, from the cache
+// if it was made before. Beside is what else it depends on.
+func made(cache, compiler string, args []string, beside, name string, files map[string][]byte) (string, error) {
+	hash := sha256.Sum256(fmt.Appendf(nil, "%q%q%q", args, files, beside))
+	dir := filepath.Join(cache, fmt.Sprintf("fakecuda-%x", hash[:8]))
+	defer prune(cache, dir, time.Now())
+	return filepath.Join(dir, name), once(dir, func(dir string) error {
 		for name, text := range files {
 			if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
 				return err
@@ -139,7 +178,22 @@ func build(compiler string, o Options) (string, error) {
 		}
 		return nil
 	})
-	return filepath.Join(library, "libcuda.so.1"), err
+}
+
+// lock keeps others from building, in this process and in others, until unlock.
+func lock(cache string) (unlock func(), err error) {
+	if err := os.MkdirAll(cache, 0o700); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(filepath.Join(cache, "lock"), os.O_CREATE|os.O_RDWR, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := syscall.Flock(int(f.Fd()), syscall.LOCK_EX); err != nil {
+		_ = f.Close()
+		return nil, err
+	}
+	return func() { _ = f.Close() }, nil // which ends the lock
 }
 
 // prune removes the builds that nobody has used for a while, but not the one in use.
@@ -154,14 +208,11 @@ func prune(cache, use string, now time.Time) {
 	}
 }
 
-// once makes a folder under another name first, so that whoever sees it sees all of
-// it. Two processes may do so at a time; one of the results stays.
+// once makes a folder under another name first, so that one whose making was interrupted is
+// not taken for whole.
 func once(dir string, fill func(string) error) error {
 	if _, err := os.Stat(dir); err == nil {
 		return nil
-	}
-	if err := os.MkdirAll(filepath.Dir(dir), 0o700); err != nil {
-		return err
 	}
 	tmp, err := os.MkdirTemp(filepath.Dir(dir), "new-")
 	if err != nil {
@@ -171,9 +222,5 @@ func once(dir string, fill func(string) error) error {
 	if err := fill(tmp); err != nil {
 		return err
 	}
-	if err := os.Rename(tmp, dir); err != nil {
-		_, err = os.Stat(dir)
-		return err
-	}
-	return nil
+	return os.Rename(tmp, dir)
 }

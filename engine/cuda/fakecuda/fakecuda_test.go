@@ -5,6 +5,7 @@ package fakecuda
 import (
 	"bytes"
 	"encoding/binary"
+	"flag"
 	"math"
 	"os"
 	"os/exec"
@@ -881,7 +882,10 @@ func TestBuildsThatNobodyUsesGo(t *testing.T) {
 	require.Equal(t, []string{"fakecuda-new", "fakecuda-used", "other"}, names)
 }
 
-var racing bool // with the race detector
+var (
+	racing   bool // with the race detector
+	sanitize = flag.Bool("sanitize", false, "repeat the tests with Address Sanitizer")
+)
 
 func TestAddressSanitizer(t *testing.T) {
 	if racing {
@@ -890,8 +894,8 @@ func TestAddressSanitizer(t *testing.T) {
 	if os.Getenv(sanitized) != "" {
 		t.Skip("this is the test that sets it")
 	}
-	if testing.Short() {
-		t.Skip("builds the library once more")
+	if !*sanitize {
+		t.Skip("builds the library once more; make cuda runs it")
 	}
 	Build(t, Options{Kernels: "testdata", Sanitize: true})
 	// Go has handlers of its own, and never frees what it has at the end.
