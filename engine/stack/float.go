@@ -4,8 +4,7 @@ import (
 	"encoding/binary"
 	"math"
 
-	"github.com/x448/float16"
-
+	"github.com/tensorferry/tensorferry/internal/minifloat"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -39,28 +38,8 @@ var floats = map[tensor.DataType]Float{
 				binary.LittleEndian.PutUint32(dst[4*i:], math.Float32bits(v))
 			}
 		}},
-	tensor.Float16: {2,
-		func(dst []float32, src []byte) {
-			for i := range dst {
-				dst[i] = float16.Frombits(binary.LittleEndian.Uint16(src[2*i:])).Float32()
-			}
-		},
-		func(dst []byte, src []float32) {
-			for i, v := range src {
-				binary.LittleEndian.PutUint16(dst[2*i:], float16.Fromfloat32(v).Bits())
-			}
-		}},
-	tensor.BFloat16: {2,
-		func(dst []float32, src []byte) {
-			for i := range dst {
-				dst[i] = math.Float32frombits(uint32(binary.LittleEndian.Uint16(src[2*i:])) << 16)
-			}
-		},
-		func(dst []byte, src []float32) {
-			for i, v := range src {
-				binary.LittleEndian.PutUint16(dst[2*i:], bfloat16(v))
-			}
-		}},
+	tensor.Float16:  half(tensor.Float16),
+	tensor.BFloat16: half(tensor.BFloat16),
 	tensor.Float64: {8,
 		func(dst []float32, src []byte) {
 			for i := range dst {
@@ -74,12 +53,18 @@ var floats = map[tensor.DataType]Float{
 		}},
 }
 
-// bfloat16 is the upper half of v, rounded to nearest even. The rounding must not
-// carry a NaN into infinity: it becomes the quiet one.
-func bfloat16(v float32) uint16 {
-	u := math.Float32bits(v)
-	if v != v {
-		return uint16(u>>16) | 1<<6
-	}
-	return uint16((u + 0x7fff + u>>16&1) >> 16)
+func half(d tensor.DataType) Float {
+	f, _ := minifloat.Of(d)
+	return Float{2,
+		func(dst []float32, src []byte) {
+			values := f.Values()
+			for i := range dst {
+				dst[i] = values[binary.LittleEndian.Uint16(src[2*i:])]
+			}
+		},
+		func(dst []byte, src []float32) {
+			for i, v := range src {
+				binary.LittleEndian.PutUint16(dst[2*i:], f.Encode(float64(v)))
+			}
+		}}
 }

@@ -33,10 +33,6 @@ func word(b []byte, width int) uint64 {
 	return le.Uint64(b)
 }
 
-func float32Of(b []byte) float64 { return float64(math.Float32frombits(le.Uint32(b))) }
-
-func float64Of(b []byte) float64 { return math.Float64frombits(le.Uint64(b)) }
-
 // fill reads the next bytes of a tensor of size bytes, of which r has yielded at.
 func fill(b []byte, r io.Reader, at, size int64) error {
 	n, err := io.ReadFull(r, b)
@@ -63,26 +59,52 @@ type value struct {
 
 // valueOf reads the element that b, which is borrowed, begins with.
 func valueOf(d tensor.DataType, b []byte) value {
-	f, small := minifloat.Of(d)
-	switch unused := 64 - d.Bits(); {
+	switch width := d.Bits() / 8; {
+	case signed(d):
+		unused := 64 - d.Bits()
+		n := int64(word(b, width)<<unused) >> unused
+		return value{negative: n < 0, magnitude: uint64(max(n, -n))}
 	case d == tensor.Bool:
 		return value{magnitude: uint64(min(b[0], 1))}
-	case signed(d):
-		n := int64(word(b, d.Bits()/8)<<unused) >> unused
-		return value{negative: n < 0, magnitude: uint64(max(n, -n))}
 	case d.Whole():
-		return value{magnitude: word(b, d.Bits()/8)}
-	case small:
-		return value{number: complex(f.Decode(uint16(word(b, d.Bits()/8))), 0)}
-	case d == tensor.Float32:
-		return value{number: complex(float32Of(b), 0)}
-	case d == tensor.Float64:
-		return value{number: complex(float64Of(b), 0)}
-	case d == tensor.Complex64:
-		return value{number: complex(float32Of(b), float32Of(b[4:]))}
-	default: // Complex128
-		return value{number: complex(float64Of(b), float64Of(b[8:]))}
+		return value{magnitude: word(b, width)}
+	case paired(d):
+		part := partOf(d)
+		return value{number: complex(part(b), part(b[width/2:]))}
 	}
+	return value{number: complex(partOf(d)(b), 0)}
+}
+
+// paired reports whether an element has a real and an imaginary part.
+func paired(d tensor.DataType) bool { return d == tensor.Complex64 || d == tensor.Complex128 }
+
+// partOf returns what turns the element that b begins with, or its real part, into a number.
+func partOf(d tensor.DataType) func(b []byte) float64 {
+	width, unused := d.Bits()/8, 64-d.Bits()
+	f, small := minifloat.Of(d)
+	switch {
+	case small:
+		values := f.Values()
+		return func(b []byte) float64 { return float64(values[word(b, width)]) }
+	case d == tensor.Bool:
+		return func(b []byte) float64 { return float64(min(b[0], 1)) }
+	case signed(d):
+		return func(b []byte) float64 { return float64(int64(word(b, width)<<unused) >> unused) }
+	case d.Whole():
+		return func(b []byte) float64 { return float64(word(b, width)) }
+	case precision(d) == 32:
+		return func(b []byte) float64 { return float64(math.Float32frombits(le.Uint32(b))) }
+	}
+	return func(b []byte) float64 { return math.Float64frombits(le.Uint64(b)) }
+}
+
+// numberOf is partOf, but a complex element is its magnitude.
+func numberOf(d tensor.DataType) func(b []byte) float64 {
+	part, half := partOf(d), d.Bits()/16
+	if !paired(d) {
+		return part
+	}
+	return func(b []byte) float64 { return magnitude(part(b), part(b[half:])) }
 }
 
 // precision is how many bits the shortest text for a float is to tell apart.
@@ -114,7 +136,7 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 		return strconv.FormatFloat(n, 'g', -1, precision(d))
 	}
 	n := valueOf(d, b).number
-	if d == tensor.Complex64 || d == tensor.Complex128 {
+	if paired(d) {
 		return json.RawMessage("[" + part(real(n)) + "," + part(imag(n)) + "]")
 	}
 	return json.RawMessage(part(real(n)))
@@ -130,7 +152,7 @@ func Text(d tensor.DataType, b []byte) string {
 		return "-" + strconv.FormatUint(v.magnitude, 10)
 	case d.Whole():
 		return strconv.FormatUint(v.magnitude, 10)
-	case d == tensor.Complex64 || d == tensor.Complex128:
+	case paired(d):
 		text := strconv.FormatComplex(v.number, 'g', -1, 2*precision(d))
 		return text[1 : len(text)-1] // without the parentheses
 	}

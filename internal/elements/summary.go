@@ -6,7 +6,6 @@ import (
 	"math"
 	"strconv"
 
-	"github.com/tensorferry/tensorferry/internal/minifloat"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -41,7 +40,7 @@ func Summarize(r io.Reader, d tensor.Desc) (*Summary, error) {
 	if err != nil {
 		return nil, err
 	}
-	decode, width := decoderOf(d.DType), d.DType.Bits()/8
+	number, width := numberOf(d.DType), d.DType.Bits()/8
 	s := &Summary{Elements: size / int64(width), low: math.Inf(1), high: math.Inf(-1), whole: d.DType.Whole()}
 	s.bins.exp = leastBin
 	if s.whole {
@@ -63,7 +62,9 @@ func Summarize(r io.Reader, d tensor.Desc) (*Summary, error) {
 		}
 		at += int64(len(b))
 		all := values[:len(b)/width]
-		decode(all, b)
+		for i := range all {
+			all[i] = number(b[i*width:])
+		}
 		for i := 0; wide && i < len(b); i += 8 {
 			key := le.Uint64(b[i:]) ^ flip
 			least, most = min(least, key), max(most, key)
@@ -80,8 +81,8 @@ func Summarize(r io.Reader, d tensor.Desc) (*Summary, error) {
 		s.Min, s.Max = text(least), text(most)
 		return s, nil
 	}
-	bits := 32 // the shortest text that is this float32, which holds all smaller types
-	if d.DType == tensor.Float64 || d.DType == tensor.Complex64 || d.DType == tensor.Complex128 {
+	bits := precision(d.DType)
+	if paired(d.DType) { // a magnitude
 		bits = 64
 	}
 	text := func(v float64) json.Number {
@@ -169,47 +170,6 @@ func (m *moments) add(values []float64, most float64) {
 	m.squares += squares + apart*apart*(m.n*n/all)
 	m.mean += apart * (n / all)
 	m.n = all
-}
-
-// decoderOf returns what turns elements into numbers.
-func decoderOf(d tensor.DataType) func(to []float64, b []byte) {
-	width, value := d.Bits()/8, numberOf(d)
-	if _, small := minifloat.Of(d); small {
-		table := make([]float64, 1<<d.Bits()) // 512 KiB at most
-		for bits := range table {
-			table[bits] = value(le.AppendUint16(nil, uint16(bits)))
-		}
-		value = func(b []byte) float64 { return table[word(b, width)] }
-	}
-	return func(to []float64, b []byte) {
-		for i := range to {
-			to[i] = value(b[i*width:])
-		}
-	}
-}
-
-// numberOf returns what turns the element that b begins with into a number.
-func numberOf(d tensor.DataType) func(b []byte) float64 {
-	width, unused := d.Bits()/8, 64-d.Bits()
-	f, small := minifloat.Of(d)
-	switch {
-	case small:
-		return func(b []byte) float64 { return f.Decode(uint16(word(b, width))) }
-	case d == tensor.Bool:
-		return func(b []byte) float64 { return float64(min(b[0], 1)) }
-	case signed(d):
-		return func(b []byte) float64 { return float64(int64(word(b, width)<<unused) >> unused) }
-	case d.Whole():
-		return func(b []byte) float64 { return float64(word(b, width)) }
-	case d == tensor.Float32:
-		return float32Of
-	case d == tensor.Float64:
-		return float64Of
-	case d == tensor.Complex64:
-		return func(b []byte) float64 { return magnitude(float32Of(b), float32Of(b[4:])) }
-	default:
-		return func(b []byte) float64 { return magnitude(float64Of(b), float64Of(b[8:])) }
-	}
 }
 
 // magnitude is NaN if one part is, where math.Hypot prefers the infinity of the

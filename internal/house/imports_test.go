@@ -49,7 +49,7 @@ var layers = map[string][]string{
 	"engine/blocks":     {"engine", "slab", "tensor"},
 	"engine/builtin":    {"engine", "tensor"},
 	"engine/enginetest": {"engine", "slab", "tensor"},
-	"engine/stack":      {"engine", "tensor", "tensorfile"},
+	"engine/stack":      {"engine", "internal/minifloat", "tensor", "tensorfile"},
 	"frame":             {"codec", "reason", "tensor"},
 	"internal/attack":   {"api/tensorferry/v1", "codec", "tensor"},
 	"store":             {"codec", "internal/background", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},

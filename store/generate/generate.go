@@ -98,8 +98,8 @@ const batch = 512
 // imaginary part of a complex one.
 type generator struct {
 	part  tensor.DataType
-	parts uint64           // of an element
-	small minifloat.Format // of a part, if it is a small float
+	parts uint64            // of an element
+	small *minifloat.Format // of a part, nil if it is no small float
 	seed  uint64
 	fill  Fill
 }
@@ -184,7 +184,7 @@ func (g *generator) floats(to []float64, n uint64) {
 	case FillUniform:
 		precision := 53
 		switch {
-		case g.small.Mantissa > 0:
+		case g.small != nil:
 			precision = g.small.Mantissa + 1
 		case g.part == tensor.Float32:
 			precision = 24
