@@ -22,8 +22,8 @@ type Gauge struct {
 	Value   float64
 }
 
-// As finds what m offers beside Model, T, under the names it was given. Another
-// wrapper of a model has a method Unwrap() Model, or hides what it wraps.
+// As finds what m offers beside Model, T, under its wrappers. One that has no method
+// Unwrap() Model hides what it wraps.
 func As[T any](m Model) (T, bool) {
 	for {
 		if t, ok := any(m).(T); ok {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -223,7 +224,7 @@ func (m *ill) Close() error { m.told(engine.ErrClosed); return nil }
 
 func TestWhatAModelOffersIsFoundUnderItsNames(t *testing.T) {
 	m := &ill{}
-	named := engine.Named("a", engine.Named("b", m))
+	named := enginetest.Named("a", enginetest.Named("b", m))
 	r := engine.NewRegistry()
 	if err := r.Add(named); err != nil {
 		t.Fatal(err)
@@ -245,7 +246,7 @@ func TestWhatAModelOffersIsFoundUnderItsNames(t *testing.T) {
 	if want := []error{nil, engine.ErrClosed}; !slices.Equal(health, want) {
 		t.Errorf("told %v, want %v", health, want)
 	}
-	if _, ok := engine.As[engine.Gauger](engine.Named("c", plainly{})); ok {
+	if _, ok := engine.As[engine.Gauger](enginetest.Named("c", plainly{})); ok {
 		t.Error("found what the model has not")
 	}
 }

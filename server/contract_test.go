@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -138,8 +139,8 @@ func TestWhatAModelTellsIsShownAndItsHealthFollowed(t *testing.T) {
 	affine, release, err := f.models.Lookup("affine")
 	require.NoError(t, err)
 	defer release()
-	m := &fitful{Model: engine.Named("moody", affine)}
-	require.NoError(t, f.models.Add(engine.Named("moody", m)))
+	m := &fitful{Model: enginetest.Named("moody", affine)}
+	require.NoError(t, f.models.Add(enginetest.Named("moody", m)))
 	conn := f.dial(t)
 	stub, health := pb.NewTensorServiceClient(conn), healthpb.NewHealthClient(conn)
 

@@ -27,6 +27,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/stream"
@@ -48,7 +49,7 @@ func (f *fixture) named(t testing.TB, name string) engine.Model {
 	m, unuse, err := f.models.Lookup("echo")
 	require.NoError(t, err)
 	t.Cleanup(unuse)
-	return engine.Named(name, m)
+	return enginetest.Named(name, m)
 }
 
 const (

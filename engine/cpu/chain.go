@@ -15,7 +15,7 @@ import (
 // goes through all of them before the next one starts: nothing in between is
 // held whole. Where one needs its input whole, the chain does.
 //
-// The models are those of this package, Named or not. Params go to every model.
+// The models are those of this package, or wrappers of them (see engine.As). Params go to every model.
 // The models stay the caller's: closing the chain closes none of them.
 func Chain(name string, models ...engine.Model) (engine.Model, error) {
 	bad := func(format string, args ...any) error {

@@ -323,7 +323,7 @@ func (k renamed) Model(h *cpu.Host) (engine.Model, error) {
 		if err != nil {
 			return nil, err
 		}
-		models = append(models, engine.Named("again", engine.Named(fmt.Sprint("link", i), m)))
+		models = append(models, enginetest.Named("again", enginetest.Named(fmt.Sprint("link", i), m)))
 	}
 	return cpu.Chain("chain", models...)
 }
@@ -354,7 +354,7 @@ func TestAChainSaysWhyItRefusesAModel(t *testing.T) {
 		return m
 	}
 	for want, m := range map[string]engine.Model{
-		`"q" is on another host than "p"`:  engine.Named("q", on(other)),
+		`"q" is on another host than "p"`:  enginetest.Named("q", on(other)),
 		`"p" is a struct { engine.Model }`: struct{ engine.Model }{on(h)},
 	} {
 		if _, err := cpu.Chain("c", on(h), m); !errors.Is(err, engine.ErrInfo) || !strings.Contains(err.Error(), want) {

@@ -72,12 +72,6 @@ type Host struct {
 // Name returns the name of the device, such as "cuda:0".
 func (h *Host) Name() string { return h.name }
 
-// Pool returns the pool that every block of the host's models comes from.
-func (h *Host) Pool() *slab.Pool { return h.pool }
-
-// Budget returns the budget that every run of the host's models is admitted by.
-func (h *Host) Budget() *slab.Budget { return h.budget }
-
 // Close ends what feeds the device: blocks on it are finished, queued ones and runs fail with
 // engine.ErrClosed. A device that hangs is left as it is after five seconds.
 func (h *Host) Close() { h.device.close() }

@@ -720,7 +720,7 @@ func TestALostDeviceOpensNothingAndTellsItsModelsHealth(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w, ok := engine.As[engine.HealthWatcher](engine.Named("other", m))
+	w, ok := engine.As[engine.HealthWatcher](enginetest.Named("other", m))
 	if !ok {
 		t.Fatal("the model has no health")
 	}

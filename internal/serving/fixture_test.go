@@ -18,6 +18,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/metrics"
@@ -170,7 +171,7 @@ func (f *fixture) named(t testing.TB, name string) engine.Model {
 	m, unuse, err := f.models.Lookup("echo")
 	require.NoError(t, err)
 	t.Cleanup(unuse)
-	return engine.Named(name, m)
+	return enginetest.Named(name, m)
 }
 
 func (f *fixture) add(t testing.TB, fn cpu.RowFunc) {

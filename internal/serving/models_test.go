@@ -14,6 +14,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -290,7 +291,7 @@ func TestWhatAModelTellsIsShownAndItsHealthFollowed(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		f := serve(t, nil)
 		m := &fitful{Model: f.named(t, "moody")}
-		require.NoError(t, f.models.Add(engine.Named("moody", m)))
+		require.NoError(t, f.models.Add(enginetest.Named("moody", m)))
 		shows := func(h Health, unavailable string) {
 			t.Helper()
 			require.Equal(t, h, f.healthOf("moody"))
