@@ -21,8 +21,8 @@ type HostConfig struct {
 	// that is kept for reuse. Zero means 1 GiB.
 	MemoryBytes int64
 	// Workers is the number of blocks computed at a time, beside those of stack models
-	// that take longer than 2 ms, of which as many take turns, and others that take longer
-	// than a second. Zero means GOMAXPROCS.
+	// that take longer than 2 ms, of which as many take turns, and one for each caller with
+	// a block that takes longer than a second. Zero means GOMAXPROCS.
 	Workers int
 }
 

@@ -10,11 +10,8 @@ const (
 	// blockTime is how long a block may be computed before it is overlong: a thousand times
 	// what one of the usual size takes.
 	blockTime = time.Second
-	// sparesPerWorker is how many permits of overlong blocks are replaced at a time, for each
-	// worker: with all of them a core has two blocks to compute.
-	sparesPerWorker = 1
 
-	// turnTime is how long a block keeps its permit, or its turn, until it rests: several times
+	// turnTime is how long a block is computed until it rests: several times
 	// what a small call takes, and a hundred times what a change of turns does.
 	turnTime = 2 * time.Millisecond
 	// quietTime is how long after a block of others long blocks leave a core to the next: whoever

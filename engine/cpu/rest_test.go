@@ -67,8 +67,8 @@ func TestLongBlocksTakeTurnsAndLetOthersPass(t *testing.T) {
 				h.workers.mu.Unlock()
 				all.Wait()
 				synctest.Wait()
-				if permits, spares := h.workers.unused(); permits != 2 || spares != 2*sparesPerWorker {
-					t.Errorf("%d permits and %d spares came back", permits, spares)
+				if room, more := h.workers.room(); room != 2 || more != 2 {
+					t.Errorf("there is room for %d blocks and %d more", room, more)
 				}
 				idle(t, h)
 			})

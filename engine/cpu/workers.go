@@ -11,16 +11,16 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// workers are the device of a host. Blocks of all runs wait in one first-come queue; a run
-// has no more of them in it than it has slots, so none can push the others out.
+// workers are the device of a host. Callers take turns: the next block to compute is the first one of
+// the next caller's, and a worker computes it, or whoever waits for its result.
 //
-// A block is computed with a permit, by a worker or by whoever waits for its result.
-// One that takes longer than blockTime is overlong: a spare replaces its permit, so that the
-// blocks of others are computed, and those of its caller wait until it ends.
+// There is room for as many blocks at a time as there are workers. One that takes longer than blockTime is
+// overlong: the other blocks of its caller wait until it ends, and there is room for one more, so that
+// those of others are computed.
 //
-// A block of a stack model rests between rows. One that has been computed for turnTime is long: it
-// gives its permit back, and takes turns with other long ones. As long as blocks of others come,
-// these leave a core to them: who waits for the network does so on a core that is idle.
+// A block of a stack model rests between rows. One that has been computed for turnTime is long: it takes
+// no room any more, and takes turns with other long ones. As long as blocks of others come, these leave a
+// core to them: who waits for the network does so on a core that is idle.
 type workers struct {
 	n    int            // workers
 	all  sync.WaitGroup // and the naps of slow
@@ -28,31 +28,37 @@ type workers struct {
 
 	mu       sync.Mutex // guards all below
 	more     sync.Cond  // a block can be computed, or closed
-	queue    blocks.Queue
-	aside    blocks.Queue // blocks ahead of the queue, set aside while a block of their caller was overlong
-	busy     []*seat      // of blocks that are computed, and long ones that rest
-	resting  []*seat      // of these, the next to go on first
+	callers  map[any]*caller
+	unused   []*caller
+	waiting  []*caller // that have a block which waits, in the order of their turns
 	free     []*seat
-	permits  int // that may be taken
-	spares   int // that replace those of overlong blocks
-	overlong int // blocks
-	long     int
+	begun    int       // blocks that take room
+	overlong int       // callers that have an overlong block
+	long     int       // blocks
+	unpaid   int       // of these, those whose tile no call is charged for
+	resting  []*seat   // of these, the next to go on first
 	brief    time.Time // when a block began that was not long, beside long ones of others
-	clock    *time.Timer
-	ticking  bool // clock runs
 	closed   bool
 }
 
-// seat is what a block has that is computed, with a permit or, if it is long, in turns. It is used
-// again.
+// caller is whom blocks are computed for: a principal or, where a run has none, that run.
+type caller struct {
+	key                   any
+	queue                 blocks.Queue
+	begun, overlong, long int // of its blocks that are computed
+}
+
+// seat is what a block has that is computed. It is used again.
 type seat struct {
 	workers  *workers
+	caller   *caller
 	work     *blocks.Work
+	clock    *time.Timer // for the time when it is overlong: as it rings, not when a block begins, it is set again
+	ticking  bool        // clock does
 	begin    time.Time
 	since    time.Time // when it was computed without a rest
 	helped   bool      // by whoever waits for the result
 	overlong bool
-	replaced bool          // by a spare: its permit is one itself when the block ends
 	turn     chan struct{} // has one when a long block is to go on; nil where it is none
 	charged  bool          // a long one's tile, to its call
 }
@@ -75,11 +81,9 @@ func (c seated) Value(key any) any {
 
 // newWorkers returns n workers, which end with close.
 func newWorkers(n int) *workers {
-	p := &workers{n: n, over: make(chan struct{}), permits: n, spares: n * sparesPerWorker}
+	p := &workers{n: n, over: make(chan struct{}), callers: make(map[any]*caller)}
 	p.more.L = &p.mu
-	p.clock = time.AfterFunc(blockTime, p.tick)
-	p.clock.Stop()
-	for range n + n*sparesPerWorker {
+	for range 2 * n { // with as many overlong blocks
 		p.all.Go(p.work)
 	}
 	return p
@@ -87,14 +91,15 @@ func newWorkers(n int) *workers {
 
 // close ends the blocks that wait, and returns when the others have ended.
 func (p *workers) close() {
+	var over blocks.Queue
 	p.mu.Lock()
 	p.closed = true
 	close(p.over)
-	p.clock.Stop()
+	for _, c := range p.waiting {
+		over.Append(&c.queue)
+	}
+	p.waiting = nil
 	p.more.Broadcast()
-	over := p.aside
-	over.Append(&p.queue)
-	p.aside = blocks.Queue{}
 	p.mu.Unlock()
 	over.End(engine.ErrClosed)
 	p.all.Wait()
@@ -113,33 +118,60 @@ func (p *workers) Start(w *blocks.Work) {
 		p.all.Go(func() { n.pass(w, p.over) })
 		return
 	}
-	p.queue.Push(w)
-	if p.head() != w || !w.Offer() {
+	var key any = w.Context()
+	if who := w.Principal(); who != nil {
+		key = who
+	}
+	c := p.callers[key]
+	if c == nil {
+		if len(p.unused) == 0 {
+			p.unused = append(p.unused, new(caller))
+		}
+		c, p.unused = p.unused[len(p.unused)-1], p.unused[:len(p.unused)-1]
+		c.key, p.callers[key] = key, c
+	}
+	if c.queue.Push(w); c.queue.Len() == 1 {
+		p.waiting = append(p.waiting, c)
+	}
+	if p.next() != c || c.queue.Head() != w || !w.Offer() {
 		p.wake()
 	}
 }
 
 // Cancel implements blocks.Canceler.
 func (p *workers) Cancel(run context.Context) {
+	var over blocks.Queue
 	p.mu.Lock()
-	over, rest := p.aside.Take(run), p.queue.Take(run)
+	p.waiting = slices.DeleteFunc(p.waiting, func(c *caller) bool {
+		some := c.queue.Take(run)
+		over.Append(&some)
+		p.forget(c)
+		return c.queue.Len() == 0
+	})
 	p.mu.Unlock()
-	over.Append(&rest)
 	over.End(nil)
 }
 
-// work is a worker: it computes the blocks of every run.
+// forget ends a caller without blocks; mu is held.
+func (p *workers) forget(c *caller) {
+	if c.queue.Len() == 0 && c.begun == 0 {
+		delete(p.callers, c.key)
+		p.unused = append(p.unused, c)
+	}
+}
+
+// work is a worker: it computes the blocks of every caller.
 func (p *workers) work() {
 	for {
 		p.mu.Lock()
-		for !p.closed && (p.permits == 0 || p.head() == nil) {
+		for !p.closed && p.next() == nil {
 			p.more.Wait()
 		}
 		if p.closed {
 			p.mu.Unlock()
 			return
 		}
-		s := p.take()
+		s := p.take(p.next())
 		p.mu.Unlock()
 		if p.compute(s) {
 			return // another has taken its place
@@ -147,112 +179,84 @@ func (p *workers) work() {
 	}
 }
 
-// Help implements blocks.Helper, if a permit is free.
+// Help implements blocks.Helper.
 func (p *workers) Help(w *blocks.Work) bool {
 	p.mu.Lock()
-	if p.closed || p.permits == 0 || p.head() != w {
+	c := p.next()
+	if c == nil || c.queue.Head() != w {
 		p.mu.Unlock()
 		return false
 	}
-	s := p.take()
+	s := p.take(c)
 	s.helped = true
 	p.mu.Unlock()
 	p.compute(s)
 	return true
 }
 
-// head returns the first block that may be computed, nil without one, and puts those
-// before it aside, whose callers have an overlong block, or a long one and as many in all as
-// there are workers; mu is held.
-func (p *workers) head() *blocks.Work {
-	for {
-		w := p.queue.Head()
-		if w == nil || p.overlong+p.long == 0 {
-			return w
-		}
-		overlong, long, all := false, false, 0
-		for _, s := range p.busy {
-			if sameCaller(s.work, w) {
-				overlong, long, all = overlong || s.overlong, long || s.turn != nil, all+1
-			}
-		}
-		if !overlong && (!long || all < p.n) {
-			return w
-		}
-		p.aside.Push(p.queue.Pop())
+// next returns the caller whose turn it is, nil where there is no room or nobody waits. One that has an
+// overlong block, or a long one and as many in all as there are workers, keeps its place; mu is held.
+func (p *workers) next() *caller {
+	if p.begun >= p.n+min(p.overlong, p.n) {
+		return nil
 	}
-}
-
-// sameCaller reports whether two blocks are of one run, or of runs of one principal:
-// those that have none have nothing to do with each other.
-func sameCaller(a, b *blocks.Work) bool {
-	who := a.Principal()
-	return a.Context() == b.Context() || who != nil && who == b.Principal()
+	for _, c := range p.waiting {
+		if c.overlong == 0 && (c.long == 0 || c.begun < p.n) {
+			return c
+		}
+	}
+	return nil
 }
 
 // wake wakes a worker if there is something for it; mu is held.
 func (p *workers) wake() {
-	if p.permits > 0 && p.head() != nil {
+	if p.next() != nil {
 		p.more.Signal()
 	}
 }
 
-// take takes a permit for the first block; mu is held. The next block may have been
-// queued behind one that woke no worker: its own wake-up then went to the first.
-func (p *workers) take() *seat {
-	w, now := p.queue.Pop(), time.Now()
+// take begins the first block of c, whose turn it is; mu is held. It wakes another worker: one block may
+// have made room for several, and the wake-up of the next may have gone to this one.
+func (p *workers) take(c *caller) *seat {
+	at := slices.Index(p.waiting, c)
+	p.waiting = slices.Delete(p.waiting, at, at+1)
+	w, now := c.queue.Pop(), time.Now()
+	if c.queue.Len() > 0 {
+		p.waiting = append(p.waiting, c)
+	}
 	if len(p.free) == 0 {
-		p.free = append(p.free, new(seat))
+		s := &seat{ticking: true}
+		s.clock = time.AfterFunc(blockTime, func() { p.late(s) })
+		p.free = append(p.free, s)
 	}
 	s := p.free[len(p.free)-1]
 	p.free = p.free[:len(p.free)-1]
-	*s = seat{workers: p, work: w, begin: now, since: now}
-	p.busy = append(p.busy, s)
-	p.permits--
-	if !p.ticking {
-		p.ticking = true
-		p.clock.Reset(blockTime)
+	if !s.ticking {
+		s.clock.Reset(blockTime)
 	}
+	*s = seat{workers: p, caller: c, work: w, clock: s.clock, ticking: true, begin: now, since: now}
+	c.begun++
+	p.begun++
 	p.wake()
 	return s
 }
 
-// tick finds blocks that have become overlong. It runs when one may have: about once in
-// blockTime, however many blocks there are.
-func (p *workers) tick() {
+// late notes that a block has become overlong. The seat may have another by now, or none.
+func (p *workers) late(s *seat) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	now, next := time.Now(), time.Duration(0)
-	for _, s := range p.busy {
-		if s.turn != nil || s.overlong {
-			continue
-		}
-		switch left := blockTime - now.Sub(s.begin); {
-		case left <= 0:
-			s.overlong = true
-			p.overlong++
-		case next == 0 || left < next:
-			next = left
-		}
+	if s.ticking = false; s.work == nil || s.turn != nil {
+		return
 	}
-	if p.ticking = next > 0 && !p.closed; p.ticking {
-		p.clock.Reset(next)
+	if left := blockTime - time.Since(s.begin); left > 0 {
+		s.ticking = true
+		s.clock.Reset(left)
+		return
 	}
-	p.replace()
-	p.wake()
-}
-
-// replace replaces permits of overlong blocks, one of each caller, by spares; mu is held.
-func (p *workers) replace() {
-	for _, s := range p.busy {
-		if p.spares == 0 {
-			return
-		}
-		if s.overlong && !slices.ContainsFunc(p.busy, func(o *seat) bool { return o.replaced && sameCaller(o.work, s.work) }) {
-			s.replaced = true
-			p.spares--
-			p.permits++
-		}
+	s.overlong = true
+	if s.caller.overlong++; s.caller.overlong == 1 {
+		p.overlong++
+		p.wake()
 	}
 }
 
@@ -265,44 +269,38 @@ func (p *workers) compute(s *seat) (long bool) {
 	s.work.Done(err, blocks.Times{Compute: time.Since(s.begin)})
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.busy = slices.DeleteFunc(p.busy, func(o *seat) bool { return o == s })
-	if s.turn == nil {
-		p.leave(s)
-		if p.long > 0 && !slices.ContainsFunc(p.busy, func(o *seat) bool { return o.turn != nil && sameCaller(o.work, s.work) }) {
-			p.brief = s.begin
-		}
-	} else {
-		p.long--
+	c := s.caller
+	if long = s.turn != nil; long {
+		p.count(s, -1)
 		p.turns()
+	} else if p.leave(s); p.long > 0 && c.long == 0 {
+		p.brief = s.begin
 	}
-	if long = s.turn != nil; long || p.long > 0 {
-		p.again()
-	}
+	c.begun--
+	p.forget(c)
+	s.work = nil
 	p.free = append(p.free, s)
 	p.wake()
 	return long
 }
 
-// leave gives a permit back; mu is held.
+// leave gives up the room of a block that has ended, or has become long; mu is held.
 func (p *workers) leave(s *seat) {
-	if s.replaced {
-		p.spares++
-	} else {
-		p.permits++
-	}
+	p.begun--
 	if s.overlong {
-		s.overlong, s.replaced = false, false
-		p.overlong--
-		p.again()
-		p.replace()
+		s.overlong = false
+		if s.caller.overlong--; s.caller.overlong == 0 {
+			p.overlong--
+		}
 	}
 }
 
-// again puts what was set aside first again; mu is held.
-func (p *workers) again() {
-	if p.aside.Len() > 0 {
-		p.aside.Append(&p.queue)
-		p.queue, p.aside = p.aside, blocks.Queue{}
+// count counts a long block, by 1 or -1; mu is held.
+func (p *workers) count(s *seat, by int) {
+	p.long += by
+	s.caller.long += by
+	if !s.charged {
+		p.unpaid += by
 	}
 }
 
@@ -329,20 +327,14 @@ func (s *seat) rest(charged bool, ended <-chan struct{}) {
 	p := s.workers
 	p.mu.Lock()
 	if s.turn == nil {
-		left := p.n * longPerWorker
-		for _, o := range p.busy {
-			if o.turn != nil && !o.charged {
-				left--
-			}
-		}
-		if !charged && left <= 0 {
+		if !charged && p.unpaid >= p.n*longPerWorker {
 			s.since = time.Now()
 			p.mu.Unlock()
 			return
 		}
 		p.leave(s)
 		s.turn, s.charged = make(chan struct{}, 1), charged
-		if p.long++; !s.helped {
+		if p.count(s, 1); !s.helped {
 			p.all.Go(p.work) // in place of this one
 		}
 		p.wake()

@@ -53,11 +53,12 @@ func takeAll(t *testing.T, r engine.Run) {
 	}
 }
 
-// unused are the permits and spares that nobody has.
-func (p *workers) unused() (permits, spares int) {
+// room returns how many blocks may begin, and how many more if as many callers have an overlong one.
+func (p *workers) room() (now, more int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.permits, p.spares
+	extra := min(p.overlong, p.n)
+	return p.n + extra - p.begun, p.n - extra
 }
 
 const (
@@ -96,8 +97,8 @@ func TestABlockThatTakesLongHoldsUpNobodyElse(t *testing.T) {
 						all.Go(func() { takeAll(t, r) })
 					}
 					synctest.Wait()
-					if permits, _ := h.workers.unused(); permits != 0 {
-						t.Fatalf("%d permits are free", permits)
+					if room, _ := h.workers.room(); room != 0 {
+						t.Fatalf("there is room for %d blocks", room)
 					}
 					begin := time.Now()
 					for range 100 {
@@ -109,8 +110,8 @@ func TestABlockThatTakesLongHoldsUpNobodyElse(t *testing.T) {
 					close(hold)
 					all.Wait()
 					synctest.Wait()
-					if permits, spares := h.workers.unused(); permits != 3 || spares != 3*sparesPerWorker {
-						t.Errorf("%d permits and %d spares came back", permits, spares)
+					if room, more := h.workers.room(); room != 3 || more != 3 {
+						t.Errorf("there is room for %d blocks and %d more", room, more)
 					}
 					idle(t, h)
 					h.Close()
@@ -120,7 +121,7 @@ func TestABlockThatTakesLongHoldsUpNobodyElse(t *testing.T) {
 	}
 }
 
-func TestACallerHasOneSpareAndAllTogetherHaveFew(t *testing.T) {
+func TestOverlongBlocksOfACallerMakeRoomForOneAndThoseOfAllForFew(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const n = 3
 		h := NewHost(HostConfig{Workers: n})
@@ -134,10 +135,10 @@ func TestACallerHasOneSpareAndAllTogetherHaveFew(t *testing.T) {
 			all.Go(func() { takeAll(t, r) })
 			time.Sleep(2 * blockTime)
 		}
-		free := func(what string, permits, spares int) {
+		free := func(what string, room, more int) {
 			t.Helper()
-			if p, s := h.workers.unused(); p != permits || s != spares {
-				t.Errorf("%s: %d permits and %d spares are free, want %d and %d", what, p, s, permits, spares)
+			if r, m := h.workers.room(); r != room || m != more {
+				t.Errorf("%s: there is room for %d blocks and %d more, want %d and %d", what, r, m, room, more)
 			}
 		}
 		one := slab.NewPrincipal("one")
@@ -146,28 +147,28 @@ func TestACallerHasOneSpareAndAllTogetherHaveFew(t *testing.T) {
 			all.Go(func() { takeAll(t, r) })
 		}
 		time.Sleep(10 * blockTime)
-		free("three overlong blocks of one caller", 1, n*sparesPerWorker-1)
+		free("three overlong blocks of one caller", 1, n-1)
 		open(one, nap)
-		free("with a block that waits", 1, n*sparesPerWorker-1)
-		for i := range n*sparesPerWorker - 1 {
+		free("with a block that waits", 1, n-1)
+		for i := range n - 1 {
 			open(slab.NewPrincipal("each"), sleep)
-			free("with one of another", 1, n*sparesPerWorker-2-i)
+			free("with one of another", 1, n-2-i)
 		}
-		open(nil, nap) // nobody's spare is left
-		free("with all spares taken", 0, 0)
+		open(nil, nap) // nobody makes more room
+		free("with no room left", 0, 0)
 		late := blockOf(t, nil, byteModel(t, h, 1, true, nil), wide)
 		time.Sleep(10 * blockTime)
 		if s := late.Stats(); s.Blocks != 0 {
-			t.Error("a block was computed without a permit")
+			t.Error("a block was computed without room")
 		}
-		close(held) // the nap without a spare ends
+		close(held) // the nap ends
 		takeAll(t, late)
 		synctest.Wait()
 		free("after the nap", 1, 0)
 		close(hold)
 		all.Wait()
 		synctest.Wait()
-		free("at the end", n, n*sparesPerWorker)
+		free("at the end", n, n)
 		idle(t, h)
 	})
 }
@@ -291,6 +292,8 @@ func (p plan) simulate() []timed {
 		return b.run
 	}
 	var queue, running []*timed
+	var turns []int // of callers whose blocks wait
+	waits := func(c int) bool { return slices.ContainsFunc(queue, func(b *timed) bool { return caller(b) == c }) }
 	for now := time.Duration(0); ; {
 		overlong := make(map[int]bool)
 		for _, b := range running {
@@ -298,14 +301,20 @@ func (p plan) simulate() []timed {
 				overlong[caller(b)] = true
 			}
 		}
-		for free := p.workers + min(len(overlong), p.workers*sparesPerWorker) - len(running); free > 0; free-- {
-			i := slices.IndexFunc(queue, func(b *timed) bool { return !overlong[caller(b)] })
-			if i < 0 {
+		for free := p.workers + min(len(overlong), p.workers) - len(running); free > 0; free-- {
+			at := slices.IndexFunc(turns, func(c int) bool { return !overlong[c] })
+			if at < 0 {
 				break
 			}
+			c := turns[at]
+			turns = slices.Delete(turns, at, at+1)
+			i := slices.IndexFunc(queue, func(b *timed) bool { return caller(b) == c })
 			queue[i].begun = now
 			running = append(running, queue[i])
 			queue = slices.Delete(queue, i, i+1)
+			if waits(c) {
+				turns = append(turns, c)
+			}
 		}
 		next := time.Duration(1<<63 - 1)
 		at := func(when time.Duration) {
@@ -335,8 +344,12 @@ func (p plan) simulate() []timed {
 		now = next
 		gone := func(b *timed) bool { return p.cancels[b.run] != never && p.cancels[b.run] <= now }
 		queue = slices.DeleteFunc(queue, gone)
+		turns = slices.DeleteFunc(turns, func(c int) bool { return !waits(c) })
 		for i := range all {
 			if b := &all[i]; b.come == now && !gone(b) {
+				if !waits(caller(b)) {
+					turns = append(turns, caller(b))
+				}
 				queue = append(queue, b)
 			}
 		}
@@ -428,8 +441,8 @@ func (p plan) compute(t *testing.T) (all []timed, most int) {
 	}
 	runs.Wait()
 	synctest.Wait()
-	if permits, spares := h.workers.unused(); permits != p.workers || spares != p.workers*sparesPerWorker {
-		t.Errorf("%d permits and %d spares came back", permits, spares)
+	if room, more := h.workers.room(); room != p.workers || more != p.workers {
+		t.Errorf("there is room for %d blocks and %d more", room, more)
 	}
 	idle(t, h)
 	h.Close()
@@ -448,7 +461,7 @@ func TestBlocksAreComputedAsInTheModel(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			want := p.simulate()
 			got, most := p.compute(t)
-			if most > p.workers*(1+sparesPerWorker) {
+			if most > 2*p.workers {
 				t.Errorf("%d blocks were computed at a time with %d workers", most, p.workers)
 			}
 			for i := range want {
