@@ -65,12 +65,23 @@ type Spill struct {
 	Budget *slab.Budget
 }
 
+// State is how a device is.
+type State uint8
+
+// States of a device, from the best to the worst.
+const (
+	Alive State = iota
+	Hung        // it does not answer, or is about to be lost
+	Lost        // and nothing is on it
+)
+
 // Engine is where models of one device run.
 type Engine struct {
 	cfg Config
 
 	mu       sync.Mutex // guards all below; taken after that of a run
-	lost     error      // why nothing can run now
+	state    State
+	health   error // why nothing can run now
 	runs     map[*run]struct{}
 	watchers map[*func(error)]struct{}
 }
@@ -101,41 +112,57 @@ func (e *Engine) spare() (some bool) {
 // which callers read; nothing is opened until Back, and what the device still says of those
 // blocks is ignored. Results that were given out stay readable until they are released. It
 // never blocks, and may be called from Start. Once lost, a second loss changes nothing.
+//
+// So that what it says is heard in order, a device holds the lock of its queue while it calls
+// Lost, Hung and Back.
 func (e *Engine) Lost(cause error) {
-	for _, r := range e.end(cause) {
+	for _, r := range e.end(Lost, cause) {
 		r.lose()
 	}
 }
 
 // Hung says that the device does not answer, or is about to be lost. It is Lost, but
 // the blocks that were started stay the device's until it ends them, or is lost: a run
-// that is closed before waits for them, and then abandons their memory. A device may hold
-// a lock of its own while it calls Hung and Back.
-func (e *Engine) Hung(cause error) { e.end(cause) }
+// that is closed before waits for them, and then abandons their memory.
+func (e *Engine) Hung(cause error) { e.end(Hung, cause) }
 
 // end ends every run, and returns them. The first cause stands.
-func (e *Engine) end(cause error) []*run {
+func (e *Engine) end(state State, cause error) []*run {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.lost == nil {
+	if e.state == Alive {
 		e.tell(fmt.Errorf("%w: device %s is lost: %w", engine.ErrUnavailable, e.cfg.Name, cause))
 	}
+	e.state = max(e.state, state)
 	for r := range e.runs {
-		r.cancel(e.lost)
+		r.cancel(e.health)
 	}
 	return slices.Collect(maps.Keys(e.runs))
 }
 
-// Back says, some time after Lost or Hung has returned, that the device computes again.
-func (e *Engine) Back() {
+// Back says, some time after Lost or Hung has returned, that the device computes again. It
+// reports whether it did not before.
+func (e *Engine) Back() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	if e.state == Alive {
+		return false
+	}
+	e.state = Alive
 	e.tell(nil)
+	return true
 }
 
-// tell notes how the device is; mu is held.
+// State returns how the device is, as it has said.
+func (e *Engine) State() State {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.state
+}
+
+// tell notes the health of the models, and tells of it; mu is held.
 func (e *Engine) tell(health error) {
-	e.lost = health
+	e.health = health
 	for told := range e.watchers {
 		(*told)(health)
 	}
@@ -145,7 +172,7 @@ func (e *Engine) watch(told func(error)) (stop func()) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.watchers[&told] = struct{}{}
-	told(e.lost)
+	told(e.health)
 	return func() {
 		e.mu.Lock()
 		defer e.mu.Unlock()
@@ -157,10 +184,10 @@ func (e *Engine) watch(told func(error)) (stop func()) {
 func (e *Engine) enter(r *run) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.lost == nil {
+	if e.health == nil {
 		e.runs[r] = struct{}{}
 	}
-	return e.lost
+	return e.health
 }
 
 func (e *Engine) leave(r *run) {

@@ -38,20 +38,18 @@ type device struct {
 	// The submitter's.
 	kernels map[reflect.Type]C.tf_launch // by the type of their launches, which this begins
 	weights map[*weights]struct{}
-	lost    bool // with the context, for as long as the process lives
 
 	uploaded, computed chan *lane // have room for all
 	all                sync.WaitGroup
 
-	mu     sync.Mutex // guards all below; held while the engine hears of a hang, or its end, in order
+	mu     sync.Mutex // guards all below; held while the engine hears how the device is
 	more   sync.Cond  // for the submitter: there may be something to do
 	queue  blocks.Queue
 	asked  []func()
 	asking bool      // the submitter is at what was asked
 	moved  time.Time // a lane, or what was asked, began or ended
 	idle   []*lane
-	dead   error // why the context is, nil while it lives
-	hangs  bool
+	dead   error       // why the context is, for as long as the process lives; nil while it lives
 	watch  *time.Timer // runs while a lane is not idle
 	closed bool
 }
@@ -222,10 +220,7 @@ func (v *device) ask(do func(dead error) error) error {
 			}
 			return err
 		case <-time.After(closeWait):
-			v.mu.Lock()
-			stuck := v.hangs || v.dead != nil // and its reset hangs
-			v.mu.Unlock()
-			if stuck {
+			if v.engine.State() != blocks.Alive { // it hangs, or its reset does
 				return fmt.Errorf("%w: cuda: the device does not answer", engine.ErrUnavailable)
 			}
 		}
@@ -293,7 +288,7 @@ func (v *device) submit() {
 			v.mu.Unlock()
 			rest.End(engine.ErrClosed)
 			if resting {
-				if v.died() != nil && !v.lost {
+				if v.died() != nil && v.engine.State() != blocks.Lost {
 					v.lose()
 				}
 				v.stop()
@@ -322,7 +317,7 @@ func (v *device) due() bool {
 	case v.closed:
 		return resting || v.queue.Head() != nil
 	case v.dead != nil:
-		return resting && !v.lost
+		return resting && v.engine.State() != blocks.Lost
 	}
 	return v.queue.Head() != nil && len(v.idle) > 0
 }
@@ -342,10 +337,8 @@ func (v *device) progress() {
 	switch {
 	case v.under():
 		v.watch.Reset(v.hang)
-	case v.hangs && v.dead == nil:
-		v.hangs = false
+	case v.dead == nil && v.engine.Back():
 		v.log.Warn("device answers again")
-		v.engine.Back()
 	}
 }
 
@@ -359,7 +352,6 @@ func (v *device) overdue() {
 	if !v.under() || time.Since(v.moved) < v.hang {
 		return
 	}
-	v.hangs = true
 	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, lanes-len(v.idle))
 	v.log.Error("device hangs; restart the process if it does not come back", slog.Any("cause", err))
 	v.engine.Hung(err)
@@ -536,15 +528,14 @@ func (v *device) lose() {
 	cause := fmt.Errorf("%w; restart the process", v.died())
 	v.log.Error("device lost; restart the process", slog.Any("cause", v.died()))
 	v.mu.Lock()
-	v.lost = true
 	v.engine.Hung(cause) // should the reset hang
 	v.mu.Unlock()
 	v.tell()
 	v.pinned.end(v.reset)
-	v.engine.Lost(cause)
 	v.mu.Lock()
-	v.queue = blocks.Queue{} // the engine has taken them back
-	v.mu.Unlock()
+	defer v.mu.Unlock()
+	v.queue = blocks.Queue{} // the engine takes them back
+	v.engine.Lost(cause)
 }
 
 // reset ends the context, and with it what lanes and weights have there.

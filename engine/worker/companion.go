@@ -2,7 +2,6 @@ package worker
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
@@ -38,28 +37,16 @@ type kept struct {
 	Gauges map[string]float64 `json:"gauges"`
 }
 
-// keep charges what a process keeps between calls to the budget of inputs, as it says. Nil is
-// a process that is gone.
-func (h *Host) keep(text []byte) error {
-	var k kept
-	if text != nil {
-		if err := json.Unmarshal(text, &k); err != nil {
-			return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
-		}
-	}
+// keep charges what a process keeps between calls to the budget of inputs; mu is held.
+func (h *Host) keep(k kept) {
 	k.Bytes = min(max(0, k.Bytes), h.cfg.MemoryBytes) // it is bounded by 1/keptShare of that
 	k.Most = max(0, k.Most)
-	h.mu.Lock()
-	before := h.kept
-	h.kept = k
-	h.mu.Unlock()
-	switch more := k.Bytes - before.Bytes; {
-	case more > 0:
+	if more := k.Bytes - h.kept.Bytes; more > 0 {
 		h.budget.Hold(nil, more)
-	case more < 0:
+	} else {
 		h.budget.Release(nil, -more)
 	}
-	return nil
+	h.kept = k
 }
 
 // session returns the number of the session, or what stands for one, that a call belongs to. The

@@ -3,6 +3,7 @@ package worker
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -163,9 +164,13 @@ func (g *guest) talk() (err error) {
 				return err
 			}
 		case *link.Kept:
-			if err := h.keep(m.JSON); err != nil {
-				return err
+			var k kept
+			if err := json.Unmarshal(m.JSON, &k); err != nil {
+				return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
 			}
+			h.mu.Lock()
+			h.keep(k)
+			h.mu.Unlock()
 		default:
 			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}

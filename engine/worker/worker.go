@@ -96,7 +96,6 @@ type Host struct {
 	pool    *slab.Pool
 	budget  *slab.Budget // of inputs
 	results *slab.Budget
-	engines []*blocks.Engine
 	model   engine.Model
 	// companions are more models of the same process.
 	companions []engine.Model
@@ -109,17 +108,13 @@ type Host struct {
 	blockIDs, runIDs atomic.Uint64
 	restarts         atomic.Int64
 
-	// telling is held while the engine is told what became of the processes, so that it
-	// hears it in order. It is taken before mu.
-	telling sync.Mutex
-	lost    bool // guarded by telling
-
 	mu     sync.Mutex   // guards all below, and what guests and programs say of it
 	more   sync.Cond    // for guests: there may be something to do
 	queue  blocks.Queue // of the model
 	behind blocks.Queue // of its companions
 	// companionsNext: the last block was of the model.
 	companionsNext bool
+	engines        []*blocks.Engine
 	guests         map[*guest]struct{} // that are ready
 	waiting        int                 // of these, how many have nothing to compute
 	info           *info               // as the first guest said
@@ -188,7 +183,9 @@ func (h *Host) makeModels() (err error) {
 	}
 	cfg.Gauges = h.gauges // of all of them
 	main := blocks.New(cfg)
+	h.mu.Lock()
 	h.engines = []*blocks.Engine{main, side}
+	h.mu.Unlock()
 	m := h.bound(0, h.info.described)
 	m.Teardown = h.Close
 	h.model, err = main.Model(m)
@@ -288,29 +285,23 @@ func (h *Host) Cancel(run context.Context) {
 
 // join takes in a guest that is ready.
 func (h *Host) join(g *guest) error {
-	h.telling.Lock()
-	defer h.telling.Unlock()
 	h.mu.Lock()
+	defer h.mu.Unlock()
 	if h.closed {
-		h.mu.Unlock()
 		return engine.ErrClosed
 	}
 	if h.info == nil {
 		h.info = g.info
 	} else if !reflect.DeepEqual(h.info, g.info) {
-		h.mu.Unlock()
 		return errors.New("its ports, rows or parameters are not those that the model had before")
 	}
 	if len(g.info.Companions) > 0 { // what it keeps is worth more than the time
 		h.cfg.obey, h.cfg.end = h.cfg.block, saveWait
 	}
 	h.guests[g] = struct{}{}
-	h.mu.Unlock()
-	if h.lost {
-		h.lost = false
-		h.cfg.Log.Warn("worker is back")
-		for _, e := range h.engines {
-			e.Back()
+	for n, e := range h.engines {
+		if e.Back() && n == 0 {
+			h.cfg.Log.Warn("worker is back")
 		}
 	}
 	return nil
@@ -319,8 +310,6 @@ func (h *Host) join(g *guest) error {
 // leave ends the blocks of a guest that is gone, or all runs when it was the last.
 // Nothing can write to the guest's memory any more.
 func (h *Host) leave(g *guest, cause error) {
-	h.telling.Lock()
-	defer h.telling.Unlock()
 	h.mu.Lock()
 	_, ready := h.guests[g]
 	delete(h.guests, g)
@@ -330,21 +319,16 @@ func (h *Host) leave(g *guest, cause error) {
 		over.Push(w)
 	}
 	g.queue, g.begun = blocks.Queue{}, nil
-	last, closed := ready && len(h.guests) == 0, h.closed
-	if last {
-		h.leaveAll() // the engine takes them back
-	}
 	h.mu.Unlock()
 	over.End(cause)
-	if !last || closed {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if !ready || h.closed || len(h.guests) > 0 {
 		return
 	}
-	h.lost = true
-	_ = h.keep(nil) // nothing
+	h.keep(kept{})
+	h.leaveAll() // the engines take them back
 	for _, e := range h.engines {
 		e.Lost(cause)
 	}
-	h.mu.Lock()
-	h.leaveAll() // what came meanwhile
-	h.mu.Unlock()
 }
