@@ -114,10 +114,8 @@ func orderOf(text string) (series string, n uint64, err error) {
 // push puts a block into the queue, when its turn has come. It returns the blocks whose turn
 // does not come; mu is held.
 func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
-	p, queue := w.Program.(*program), &h.queue
-	if p.model != 0 {
-		queue = &h.behind
-	}
+	p := w.Program.(*program)
+	queue := &h.lines[min(p.model, 1)]
 	if p.series == "" || p.session == 0 {
 		queue.Push(w)
 		return over
@@ -181,8 +179,8 @@ func (h *Host) late(o *order, n uint64, w *blocks.Work) {
 
 // take takes the blocks of a run out that no process has begun; mu is held.
 func (h *Host) take(run context.Context) (taken blocks.Queue) {
-	for _, q := range []*blocks.Queue{&h.queue, &h.behind} {
-		some := q.Take(run)
+	for i := range h.lines {
+		some := h.lines[i].Take(run)
 		taken.Append(&some)
 	}
 	for _, o := range h.orders {
@@ -197,38 +195,25 @@ func (h *Host) take(run context.Context) (taken blocks.Queue) {
 
 // takeAll takes all blocks out that no process has begun; mu is held.
 func (h *Host) takeAll() (taken blocks.Queue) {
-	for _, q := range []*blocks.Queue{&h.queue, &h.behind} {
-		taken.Append(q)
+	for i := range h.lines {
+		taken.Append(&h.lines[i])
 	}
 	for _, o := range h.orders {
 		some := o.takeAll()
 		taken.Append(&some)
 	}
-	return taken
-}
-
-// leaveAll leaves all blocks that no process has begun to somebody else; mu is held.
-func (h *Host) leaveAll() {
-	h.queue, h.behind = blocks.Queue{}, blocks.Queue{}
-	for _, o := range h.orders {
-		o.takeAll()
-	}
 	clear(h.orders)
+	return taken
 }
 
 // pop returns the next block: of the model and of its companions by turns, so that neither
 // waits for more than one of the other; mu is held.
-func (h *Host) pop() *blocks.Work {
-	first, second := &h.queue, &h.behind
-	if h.companionsNext {
-		first, second = second, first
-	}
-	w := first.Pop()
-	if w == nil {
-		w = second.Pop()
-	}
-	if w != nil {
-		h.companionsNext = w.Program.(*program).model == 0
+func (h *Host) pop() (w *blocks.Work) {
+	for range h.lines {
+		w = h.lines[h.turn].Pop()
+		if h.turn = 1 - h.turn; w != nil {
+			break
+		}
 	}
 	return w
 }

@@ -314,7 +314,7 @@ func (g *guest) next(wait bool) *flight {
 		}
 		if h.info.Stateful && p.owner == nil {
 			p.owner = g
-			rest := h.queue.Take(w.Context())
+			rest := h.lines[0].Take(w.Context())
 			g.queue.Append(&rest)
 		}
 		g.begun = append(g.begun, w)

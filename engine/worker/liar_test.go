@@ -178,7 +178,7 @@ func flying(t *testing.T, h *Host, n int) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		for g := range h.guests {
-			return len(g.flight) == n && g.flight[n-1].sent && h.queue.Len() > 0
+			return len(g.flight) == n && g.flight[n-1].sent && h.lines[0].Len() > 0
 		}
 		return false
 	}, "blocks that the worker has")

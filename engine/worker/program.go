@@ -1,7 +1,6 @@
 package worker
 
 import (
-	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -123,15 +122,6 @@ type result struct {
 // accept takes the results of a block that are in an answer. An error ends the link; what
 // the model does wrong is the result's.
 func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err error) {
-	if a.Flags&link.Long != 0 {
-		where := link.LongRange(a.JSON)
-		b, err := g.conn.Taken(where)
-		if err != nil {
-			return r, err
-		}
-		a.JSON = bytes.Clone(b.Bytes()[:where.Len])
-		g.conn.GiveBack(b)
-	}
 	inside, narrow, widest := false, false, 0
 	for i := range w.In {
 		widest = max(widest, len(w.In[i]))

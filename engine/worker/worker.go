@@ -108,18 +108,16 @@ type Host struct {
 	blockIDs, runIDs atomic.Uint64
 	restarts         atomic.Int64
 
-	mu     sync.Mutex   // guards all below, and what guests and programs say of it
-	more   sync.Cond    // for guests: there may be something to do
-	queue  blocks.Queue // of the model
-	behind blocks.Queue // of its companions
-	// companionsNext: the last block was of the model.
-	companionsNext bool
-	engines        []*blocks.Engine
-	guests         map[*guest]struct{} // that are ready
-	waiting        int                 // of these, how many have nothing to compute
-	info           *info               // as the first guest said
-	closed         bool
-	kept           kept // by the process, between calls
+	mu      sync.Mutex      // guards all below, and what guests and programs say of it
+	more    sync.Cond       // for guests: there may be something to do
+	lines   [2]blocks.Queue // of the model, and of its companions
+	turn    int             // whose is next
+	engines []*blocks.Engine
+	guests  map[*guest]struct{} // that are ready
+	waiting int                 // of these, how many have nothing to compute
+	info    *info               // as the first guest said
+	closed  bool
+	kept    kept // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]uint64
 	orders      map[uint64]*order // by session
@@ -220,7 +218,7 @@ func (h *Host) Close() {
 // gauges are what the model measures.
 func (h *Host) gauges() []engine.Gauge {
 	h.mu.Lock()
-	ready, queued, resident, said := len(h.guests), h.queue.Len()+h.behind.Len(), int64(0), h.kept.Gauges
+	ready, queued, resident, said := len(h.guests), h.lines[0].Len()+h.lines[1].Len(), int64(0), h.kept.Gauges
 	for g := range h.guests {
 		r, _ := proc.ResidentOf(g.pid) // nothing where the system does not tell
 		resident += r.Own + r.Mapped
@@ -327,7 +325,7 @@ func (h *Host) leave(g *guest, cause error) {
 		return
 	}
 	h.keep(kept{})
-	h.leaveAll() // the engines take them back
+	h.takeAll() // the engines do
 	for _, e := range h.engines {
 		e.Lost(cause)
 	}

@@ -263,7 +263,7 @@ func TestACancelIsHeardOrElseTheWorkerIsKilled(t *testing.T) {
 			h.mu.Lock()
 			defer h.mu.Unlock()
 			for g := range h.guests {
-				return len(g.flight) == 1 && g.flight[0].sent && h.queue.Len()+g.queue.Len() == 2
+				return len(g.flight) == 1 && g.flight[0].sent && h.lines[0].Len()+g.queue.Len() == 2
 			}
 			return false
 		}, "blocks that wait for another")

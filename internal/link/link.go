@@ -7,6 +7,7 @@
 package link
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -150,7 +151,7 @@ func (c *Conn) Shutdown() {
 // Done is closed by Close.
 func (c *Conn) Done() <-chan struct{} { return c.ctx.Done() }
 
-// Recv returns the next message that is not about memory. io.EOF is the end of the
+// Recv returns the next message that is not about memory, with its JSON, long or not. io.EOF is the end of the
 // guest. After any error the link is of no use: close it.
 func (c *Conn) Recv() (Message, error) {
 	for {
@@ -164,9 +165,18 @@ func (c *Conn) Recv() (Message, error) {
 		case err != nil:
 			return nil, fmt.Errorf("link: %w", err)
 		}
-		m, err := Parse(c.packet[:n])
+		m, long, err := parse(c.packet[:n])
 		if err != nil {
 			return nil, err
+		}
+		if long != nil {
+			where := LongRange(*long)
+			b, err := c.Taken(where)
+			if err != nil {
+				return nil, err
+			}
+			*long = bytes.Clone(b.Bytes()[:where.Len])
+			b.Release()
 		}
 		switch m := m.(type) {
 		case *Take:

@@ -298,14 +298,20 @@ func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 
 // Parse reads one packet. The message copies what it keeps of it.
 func Parse(packet []byte) (Message, error) {
+	m, _, err := parse(packet)
+	return m, err
+}
+
+// parse is Parse, and says where the message has a range in place of its JSON.
+func parse(packet []byte) (m Message, long *[]byte, err error) {
 	if len(packet) < headBytes || uint64(binary.LittleEndian.Uint32(packet[4:])) != uint64(len(packet)) {
-		return nil, fmt.Errorf("%w: a packet of %d bytes does not begin with its length", ErrMessage, len(packet))
+		return nil, nil, fmt.Errorf("%w: a packet of %d bytes does not begin with its length", ErrMessage, len(packet))
 	}
 	kind := messages[packet[0]]
 	if kind == nil || packet[2]|packet[3] != 0 {
-		return nil, fmt.Errorf("%w: there is no kind %d", ErrMessage, packet[0])
+		return nil, nil, fmt.Errorf("%w: there is no kind %d", ErrMessage, packet[0])
 	}
-	m := reflect.New(reflect.TypeOf(kind).Elem()).Interface().(Message)
+	m = reflect.New(reflect.TypeOf(kind).Elem()).Interface().(Message)
 	m.head().Flags = packet[1]
 	c := coder{buf: packet[8:]}
 	c.u64(&m.head().ID)
@@ -314,9 +320,9 @@ func Parse(packet []byte) (Message, error) {
 		c.fail("%d bytes too many", len(c.buf))
 	}
 	if c.err != nil {
-		return nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, packet[0], c.err)
+		return nil, nil, fmt.Errorf("%w: kind %d: %w", ErrMessage, packet[0], c.err)
 	}
-	return m, nil
+	return m, c.long, nil
 }
 
 // coder writes or reads the body of a message: each message says once what its body
@@ -325,6 +331,7 @@ type coder struct {
 	buf     []byte // what is written, or left to read
 	writing bool
 	named   []uint32 // memories of the ranges written
+	long    *[]byte  // a range that was read, and is to be JSON
 	err     error
 }
 
@@ -445,8 +452,8 @@ func (c *coder) json(h *Head, b *[]byte) {
 			c.fail("json is no range")
 			return
 		}
-		if r := LongRange(*b); c.writing {
-			c.named = append(c.named, r.Memory)
+		if c.long = b; c.writing {
+			c.named = append(c.named, LongRange(*b).Memory)
 		}
 	}
 }

@@ -260,18 +260,8 @@ type request struct {
 
 // ask begins what is rare. An error ends the link.
 func (r *relay) ask(m *link.Ask) (run func(), err error) {
-	text := m.JSON
-	if m.Flags&link.Long != 0 {
-		where := link.LongRange(m.JSON)
-		b, err := r.conn.Taken(where)
-		if err != nil {
-			return nil, err
-		}
-		text = bytes.Clone(b.Bytes()[:where.Len])
-		b.Release()
-	}
 	var q request
-	bad := json.Unmarshal(text, &q)
+	bad := json.Unmarshal(m.JSON, &q)
 	switch {
 	case bad != nil:
 	case q.Verb == "push":
