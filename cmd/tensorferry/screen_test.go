@@ -190,7 +190,7 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, os.WriteFile("turned.npy", bytes.Replace(text, []byte("False"), []byte("True "), 1), 0o666))
 	require.NoError(t, writeFilled("model.safetensors", 5000, 2048, nil))
-	store := serving(t)
+	store, pushed := serving(t), serving(t) // what is pulled is not replaced meanwhile
 	run("push", "x.npy", "model.safetensors", "layer.0.npy", "layer.1.npy", "layer.2.npy", "layer.3.npy", "layer.4.npy", "layer.5.npy", "--server", store, "--quiet")
 
 	for name, tc := range map[string]struct {
@@ -199,10 +199,10 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 		passed          int64    // bytes, before it stops
 		moving, whole   []string // what is shown then, and at the end
 	}{
-		"push of 1":                   {store, "push x.npy", true, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
-		"push of 6":                   {store, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
-		"push of 5000":                {store, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
-		"push of 1 that is converted": {store, "push turned.npy", true, 8 * mib, []string{"turned" + movingShown}, []string{"turned" + wholeShown}},
+		"push of 1":                   {pushed, "push x.npy", true, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
+		"push of 6":                   {pushed, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
+		"push of 5000":                {pushed, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
+		"push of 1 that is converted": {pushed, "push turned.npy", true, 8 * mib, []string{"turned" + movingShown}, []string{"turned" + wholeShown}},
 		"pull of 1":                   {store, "pull x -o back.npy", false, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
 		"pull of 6":                   {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
 		"pull of 5000":                {store, "pull 'model/*' -o back.safetensors", false, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},

@@ -92,3 +92,9 @@ func TestAnArrayOfAnUnsupportedTypeSpoilsItselfAlone(t *testing.T) {
 		t.Errorf("the array itself: %v", err)
 	}
 }
+
+func TestALongTitleKeepsItsEnd(t *testing.T) {
+	if got := shorten("encoder.layers.11.attention.weight"); got != "…ers.11.attention.weight" {
+		t.Errorf("it is %q", got)
+	}
+}

@@ -6,48 +6,53 @@ import (
 	"os"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
-	"github.com/vbauerster/mpb/v8"
-	"github.com/vbauerster/mpb/v8/cwriter"
-	"github.com/vbauerster/mpb/v8/decor"
+	"golang.org/x/term"
 
 	"github.com/tensorferry/tensorferry/internal/cli/display"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// barTitle is how many characters of a name the line shows, half of a narrow terminal.
-const barTitle = 24
+const (
+	// barTitle is how many characters of a name the line shows, half of a narrow terminal.
+	barTitle = 24
+	// drawEvery is the time between two drawings of the line.
+	drawEvery = 100 * time.Millisecond
+)
 
 // ProgressBars show the progress of tensors in one line, which stays when all are complete.
-// A nil *progressBars shows nothing. It is safe for concurrent use.
+// A nil *ProgressBars shows nothing. It is safe for concurrent use.
 type ProgressBars struct {
-	w     io.Writer
-	lanes func() int   // how many carry the line; it must not wait for who moves a bar
-	title atomic.Value // string; drawing the line reads it without mu
+	terminal *os.File
+	lanes    func() int // how many carry the bytes; may be nil
 
 	mu          sync.Mutex // guards all below
 	vanishing   bool       // the line does not stay at the end
-	ended       bool
-	count, done int   // tensors
-	moved, size int64 // bytes of all tensors
-	bars        *mpb.Progress
-	line        *mpb.Bar // of bars; nil while no tensor has bytes
+	title       string
+	count, done int           // tensors
+	moved, size int64         // bytes of all tensors
+	begun       time.Time     // zero while no tensor has bytes
+	ended       chan struct{} // closed by End
+	drawn       chan struct{} // closed when draw has returned
 }
 
 // NewProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
-// The line of complete tensors stays at the end, unless it is vanishing; see whole.
+// The line of complete tensors stays at the end, unless it is vanishing; see Whole.
 func NewProgress(w io.Writer, quiet, vanishing bool, lanes func() int) *ProgressBars {
 	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
-	return &ProgressBars{w: w, vanishing: vanishing, lanes: lanes}
+	return &ProgressBars{
+		terminal: w.(*os.File), lanes: lanes, vanishing: vanishing,
+		ended: make(chan struct{}), drawn: make(chan struct{}),
+	}
 }
 
 func isTerminal(rw any) bool {
 	f, ok := rw.(*os.File)
-	return ok && cwriter.IsTerminal(int(f.Fd()))
+	return ok && term.IsTerminal(int(f.Fd()))
 }
 
 // Tensor adds a tensor. One without elements is complete immediately.
@@ -58,21 +63,17 @@ func (p *ProgressBars) Tensor(title string, d tensor.Desc) *Bar {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.ended {
-		return nil
-	}
 	p.count++
 	p.size += size
-	p.title.Store(Shorten(display.Plain(title)))
+	p.title = shorten(display.Plain(title))
 	if size == 0 {
-		p.complete(1)
+		p.done++
 		return nil
 	}
-	p.complete(0)
-	if p.line == nil {
-		p.newLine()
+	if p.begun.IsZero() {
+		p.begun = time.Now()
+		go p.draw() // ends with End
 	}
-	p.line.SetTotal(p.size, false)
 	return &Bar{bars: p, size: size}
 }
 
@@ -104,37 +105,55 @@ func (p *ProgressBars) Whole() {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.moved, p.vanishing = p.size, false
-	p.complete(p.count - p.done)
+	p.moved, p.done, p.vanishing = p.size, p.count, false
 }
 
-// newLine adds the line, which only Abort or SetTotal ends. The line begins with a carriage
-// return, because a terminal prints ^C at the cursor and the next frame would begin after it.
-func (p *ProgressBars) newLine() {
-	begun := time.Now()
-	p.bars = mpb.New(mpb.WithOutput(p.w))
-	p.line = p.bars.AddBar(0,
-		mpb.PrependDecorators(
-			decor.Any(func(decor.Statistics) string { return "\r" + p.title.Load().(string) }),
-			decor.Any(func(s decor.Statistics) string { return "  " + inUnits(s.Current) + " / " + inUnits(s.Total) }),
-		),
-		mpb.AppendDecorators(
-			decor.Percentage(decor.WC{W: 5}),
-			decor.Any(func(s decor.Statistics) string {
-				speed := " " + inUnits(int64(float64(s.Current)/max(time.Since(begun).Seconds(), 1e-3))) + "/s"
-				if p.lanes != nil && p.lanes() > 1 {
-					speed += fmt.Sprintf(" by %d lanes", p.lanes())
-				}
-				return speed
-			}),
-			decor.OnComplete(decor.AverageETA(decor.ET_STYLE_GO, decor.WCSyncSpace), ""),
-		))
+// draw draws the line until the end.
+func (p *ProgressBars) draw() {
+	defer close(p.drawn)
+	for tick := time.Tick(drawEvery); ; {
+		select {
+		case <-tick:
+			_, _ = io.WriteString(p.terminal, p.line())
+		case <-p.ended:
+			return
+		}
+	}
+}
+
+// line returns the line as it is now. It begins with a carriage return, because a terminal prints
+// ^C at the cursor, and clears what was behind it.
+func (p *ProgressBars) line() string {
+	p.mu.Lock()
+	title, moved, size := p.title, min(p.moved, p.size), p.size // an attempt may be repeated
+	if p.count > 1 {
+		title = fmt.Sprintf("%d of %d tensors", p.done, p.count)
+	}
+	took := max(time.Since(p.begun), time.Millisecond)
+	p.mu.Unlock()
+	left := fmt.Sprintf("%s  %s / %s [", title, inUnits(moved), inUnits(size))
+	right := fmt.Sprintf("] %3d %% %s/s", int(100*(float64(moved)/float64(size))), inUnits(int64(float64(moved)/took.Seconds())))
+	if p.lanes != nil && p.lanes() > 1 {
+		right += fmt.Sprintf(" by %d lanes", p.lanes())
+	}
+	if moved > 0 && moved < size {
+		rest := time.Duration(float64(took) * float64(size-moved) / float64(moved))
+		right += " " + rest.Round(time.Second).String()
+	}
+	columns, _, _ := term.GetSize(int(p.terminal.Fd())) // 0 on error
+	room := max(columns-len("^C")-1-utf8.RuneCountInString(left+right), 3)
+	full := int(float64(room) * float64(moved) / float64(size))
+	bar := strings.Repeat("=", full)
+	if full < room {
+		bar += ">" + strings.Repeat("-", room-full-1)
+	}
+	return "\r" + left + bar + right + "\x1b[K"
 }
 
 func inUnits(n int64) string { return strings.Replace(display.Size(n), "bytes", "B", 1) }
 
-// Shorten keeps the end of a long title, because names differ there.
-func Shorten(title string) string {
+// shorten keeps the end of a long title, because names differ there.
+func shorten(title string) string {
 	letters := []rune(title)
 	if len(letters) <= barTitle {
 		return title
@@ -148,21 +167,27 @@ func (p *ProgressBars) End() {
 		return
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
-	ended := p.ended
-	p.ended = true
-	if ended || p.line == nil {
+	ended := p.begun.IsZero()
+	select {
+	case <-p.ended:
+		ended = true
+	default:
+		close(p.ended)
+	}
+	stays := p.moved == p.size && !p.vanishing
+	p.mu.Unlock()
+	if ended {
 		return
 	}
-	if p.moved == p.size && !p.vanishing {
-		p.line.SetTotal(p.size, true)
+	<-p.drawn
+	last := "\r\x1b[J" // clears the rest of a line where ^C was printed, too
+	if stays {
+		last = p.line() + "\n"
 	}
-	p.line.Abort(true)                     // no effect if it is complete
-	p.bars.Wait()                          // until a complete line has been drawn
-	_, _ = io.WriteString(p.w, "\r\x1b[J") // clears the rest of a line where ^C was printed
+	_, _ = io.WriteString(p.terminal, last)
 }
 
-// Bar counts the bytes of one tensor. A nil bar counts nothing.
+// Bar counts the bytes of one tensor. A nil Bar counts nothing.
 type Bar struct {
 	bars        *ProgressBars
 	moved, size int64
@@ -184,23 +209,11 @@ func (b *Bar) Reach(n int64) {
 }
 
 func (b *Bar) add(n int64) {
-	p := b.bars
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.ended || n == 0 {
-		return
-	}
+	b.bars.mu.Lock()
+	defer b.bars.mu.Unlock()
 	b.moved += n
-	p.moved += n
-	if b.moved == b.size {
-		p.complete(1)
-	}
-	p.line.SetCurrent(p.moved)
-}
-
-// complete counts n more tensors as complete. The caller holds mu.
-func (p *ProgressBars) complete(n int) {
-	if p.done += n; p.count > 1 {
-		p.title.Store(fmt.Sprintf("%d of %d tensors", p.done, p.count))
+	b.bars.moved += n
+	if b.moved == b.size && n > 0 {
+		b.bars.done++
 	}
 }
