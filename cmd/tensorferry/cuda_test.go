@@ -25,9 +25,9 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine/cuda/fakecuda"
+	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/moving"
-	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -54,7 +54,7 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := serve.Start(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
+	server, address, err := demo.Start(t.Context(), exe, "--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
 	require.NoError(t, err)
 	defer func() { require.NoError(t, server.Stop()) }()
 	cl, err := client.Dial(address, client.Config{})
@@ -109,7 +109,7 @@ func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := serve.Start(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
+	server, address, err := demo.Start(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
 	require.NoError(t, err)
 	defer func() { require.NoError(t, server.Stop()) }()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -159,7 +159,7 @@ func TestAServerSaysThatItsDeviceIsLostAndEndsWithItIfAsked(t *testing.T) {
 	for _, ends := range []bool{false, true} {
 		t.Run(fmt.Sprint("ends=", ends), func(t *testing.T) {
 			options := []string{"--engine", "cuda:0", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}), fmt.Sprint("--exit-on-device-loss=", ends)}
-			server, address, err := serve.Start(t.Context(), exe, options...)
+			server, address, err := demo.Start(t.Context(), exe, options...)
 			require.NoError(t, err)
 			defer func() { _ = server.Stop() }()
 			cl, err := client.Dial(address, client.Config{})

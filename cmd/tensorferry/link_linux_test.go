@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
@@ -74,7 +75,7 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 		"the guest says the default": {1, `,"lanes":1`, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server, address, err := serve.Start(t.Context(), exe, "--engine", "cpu")
+			server, address, err := demo.Start(t.Context(), exe, "--engine", "cpu")
 			require.NoError(t, err)
 			defer func() { require.NoError(t, server.Stop()) }()
 			host, guest := linktest.Pair(t)

@@ -17,7 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/internal/cli/serve"
+	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -52,7 +52,7 @@ func TestWhyAPythonModelFailedCanBeHad(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := serve.Start(t.Context(), exe, pythonArgs(t, "divides=served:divides", "loses=served:loses_rows")...)
+	server, address, err := demo.Start(t.Context(), exe, pythonArgs(t, "divides=served:divides", "loses=served:loses_rows")...)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, server.Stop()) }()
 	x, err := tensor.Of([]uint8{1, 2, 3, 4, 5, 6, 7}, 7)
@@ -79,7 +79,7 @@ func TestAServerOfPythonModelsOutlivesThem(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := serve.Start(t.Context(), exe, pythonArgs(t, "py/echo=served:echo", "slow2=served:slow", "pid=served:pid")...)
+	server, address, err := demo.Start(t.Context(), exe, pythonArgs(t, "py/echo=served:echo", "slow2=served:slow", "pid=served:pid")...)
 	require.NoError(t, err)
 	stop := sync.OnceFunc(func() { require.NoError(t, server.Stop()) })
 	defer stop()
@@ -139,7 +139,7 @@ func TestWorkersDieWithAServerThatIsKilled(t *testing.T) {
 	testkit.Start(t)
 	exe, err := exec.LookPath("tensorferry")
 	require.NoError(t, err)
-	server, address, err := serve.Start(t.Context(), exe, pythonArgs(t, "pid=served:pid")...)
+	server, address, err := demo.Start(t.Context(), exe, pythonArgs(t, "pid=served:pid")...)
 	require.NoError(t, err)
 	cl, err := client.Dial(address, client.Config{})
 	require.NoError(t, err)

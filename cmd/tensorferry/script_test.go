@@ -33,8 +33,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
-	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -184,7 +184,7 @@ func scriptServer(ts *testscript.TestScript, _ bool, args []string) {
 			args[i+1] = name + "=" + ts.MkAbs(folder)
 		}
 	}
-	c, address, err := serve.Start(context.Background(), exe, args...)
+	c, address, err := demo.Start(context.Background(), exe, args...)
 	ts.Check(err)
 	ts.Defer(func() { _ = c.Stop() })
 	ts.Setenv("SERVER", address)
@@ -362,7 +362,7 @@ func serving(t *testing.T) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server, address, err := serve.Start(t.Context(), exe)
+	server, address, err := demo.Start(t.Context(), exe)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"slices"
 	"strings"
 	"time"
@@ -19,7 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/internal/cli/display"
 	"github.com/tensorferry/tensorferry/internal/cli/moving"
-	"github.com/tensorferry/tensorferry/internal/cli/serve"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -34,7 +35,7 @@ func Run(ctx context.Context, at moving.Access, args []string, out io.Writer) er
 		if err != nil {
 			return err
 		}
-		child, address, err := serve.Start(ctx, exe, append(args, "--demo")...)
+		child, address, err := Start(ctx, exe, append(args, "--demo")...)
 		if err != nil {
 			return err
 		}
@@ -150,4 +151,11 @@ try next
   %[1]s bench
       compares with raw TCP and stock gRPC on this machine; takes several minutes
 `, self)
+}
+
+// Start runs serve from the tensorferry binary exe on a free loopback port and waits
+// until it listens. It ends with this process at the latest; the caller stops it.
+func Start(ctx context.Context, exe string, args ...string) (c *proc.Child, address string, err error) {
+	args = append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, args...)
+	return proc.Serve(ctx, exec.CommandContext(ctx, exe, args...))
 }
