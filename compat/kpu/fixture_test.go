@@ -82,7 +82,7 @@ func serve(t testing.TB, change func(*fixture)) *fixture {
 	f.client = pb.NewServiceClient(f.dial(t))
 	t.Cleanup(func() {
 		f.server.Close()
-		require.NoError(t, <-served)
+		require.NoError(t, testkit.Receive(t, served))
 		require.NoError(t, kept.Close())
 		f.isIdle(t)
 		f.host.Close()
@@ -255,7 +255,7 @@ func (f *fixture) exchanged(t testing.TB, list ...*pb.TensorChunk) ([]result, er
 		sendAll(s, list...)
 	}()
 	got, err := results(t, s.Recv)
-	<-sent
+	testkit.Receive(t, sent)
 	return got, err
 }
 

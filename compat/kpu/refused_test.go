@@ -220,7 +220,7 @@ func TestAnRPCIsUnderLimits(t *testing.T) {
 	}
 	require.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 	require.Contains(t, err.Error(), "while it sends")
-	<-sent
+	testkit.Receive(t, sent)
 
 	long := strings.Repeat("x", 500)
 	up, err := f.client.ReceiveTensors(t.Context())
@@ -456,7 +456,7 @@ func TestADrainingServerEndsWhatHasBegun(t *testing.T) {
 		_, err := s.Recv()
 		require.NoError(t, err, "chunk %d of %d", n, len(list))
 	}
-	require.NoError(t, <-drained)
+	require.NoError(t, testkit.Receive(t, drained))
 	same(t, x, f.storedAs(t, "kpu/a"))
 }
 

@@ -12,6 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/store"
 )
 
@@ -48,7 +49,7 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 		}()
 	}
 	for range room {
-		<-begun
+		testkit.Receive(t, begun)
 	}
 	ctx, end := context.WithCancelCause(t.Context())
 	waiting := make(chan error, 1)
@@ -57,10 +58,10 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 		waiting <- err
 	}()
 	end(context.DeadlineExceeded)
-	require.ErrorIs(t, <-waiting, context.DeadlineExceeded, "who waits for room may leave")
+	require.ErrorIs(t, testkit.Receive(t, waiting), context.DeadlineExceeded, "who waits for room may leave")
 	close(goOn)
 	for range room + more {
-		require.NoError(t, <-ended)
+		require.NoError(t, testkit.Receive(t, ended))
 	}
 	require.EqualValues(t, room, most.Load())
 }

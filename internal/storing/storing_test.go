@@ -288,7 +288,7 @@ func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
 		require.NoError(t, whole(manyHeld("1000", 100)), "who asks for little is served")
 		for i, l := range open {
 			l.end()
-			require.Error(t, <-ends[i])
+			require.Error(t, testkit.Receive(t, ends[i]))
 		}
 		synctest.Wait()
 		used, _, _ := s.Budget.Used()
@@ -364,17 +364,17 @@ func TestASetWhoseLastTensorIsBadIsNotStored(t *testing.T) {
 		for c := range uint32(3) {
 			l.send(good.chunk(c))
 		}
-		require.Equal(t, frame.OK, (<-l.told).Code)
+		require.Equal(t, frame.OK, testkit.Receive(t, l.told).Code)
 		last.Descs = append(last.Descs, bad.desc)
 		last.Ends = append(last.Ends, frame.End{Call: call, Tensors: 2})
 		calls = append(calls, call)
 	}
 	l.send(last)
 	for range 2 * sets {
-		require.Equal(t, frame.InvalidArgument, (<-l.told).Code)
+		require.Equal(t, frame.InvalidArgument, testkit.Receive(t, l.told).Code)
 	}
 	l.end()
-	require.Error(t, <-ended)
+	require.Error(t, testkit.Receive(t, ended))
 	s.Core.Wait()
 	for _, call := range calls {
 		_, tensors, known := s.State(call)
@@ -400,7 +400,7 @@ func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
 	for c := range uint32(3) {
 		l.send(x.chunk(c))
 	}
-	require.Equal(t, frame.OK, (<-l.told).Code)
+	require.Equal(t, frame.OK, testkit.Receive(t, l.told).Code)
 	other := newLink(t)
 	again := hello()
 	again.Session = x.desc.Call
@@ -410,9 +410,9 @@ func TestAPushWithTheIDOfAnOpenPutLeavesItOpen(t *testing.T) {
 	of, _, known := s.State(x.desc.Call)
 	require.True(t, known && of.Open)
 	l.send(&frame.Frame{Ends: []frame.End{{Call: x.desc.Call, Tensors: 1}}})
-	require.Equal(t, frame.OK, (<-l.told).Code)
+	require.Equal(t, frame.OK, testkit.Receive(t, l.told).Code)
 	l.end()
-	require.Error(t, <-ended)
+	require.Error(t, testkit.Receive(t, ended))
 	testkit.Eventually(t, func() bool { return s.Values().OpenTransfers["push"] == 0 }, "the end of both")
 }
 
@@ -478,7 +478,7 @@ func pulled(t *testing.T, s *Service, names ...string) (got []string, err error)
 			take(f)
 		case err := <-ended:
 			for len(l.out) > 0 {
-				take(<-l.out)
+				take(testkit.Receive(t, l.out))
 			}
 			return got, err
 		}
@@ -567,18 +567,18 @@ func TestASetThatWasStoredWhileItWasCancelledIsKnownAsStored(t *testing.T) {
 	for c := range uint32(3) {
 		l.send(x.chunk(c))
 	}
-	require.Equal(t, frame.OK, (<-l.told).Code)
+	require.Equal(t, frame.OK, testkit.Receive(t, l.told).Code)
 	l.send(&frame.Frame{Ends: []frame.End{{Call: call, Tensors: 1}}})
 	testkit.Eventually(t, func() bool {
 		infos, err := s.Store.List(t.Context(), "", "", 2)
 		return err == nil && len(infos) == 1
 	}, "the set")
 	l.send(&frame.Frame{Cancels: []tensor.ID{call}})
-	require.Equal(t, frame.Cancelled, (<-l.told).Code)
+	require.Equal(t, frame.Cancelled, testkit.Receive(t, l.told).Code)
 	testkit.Eventually(t, func() bool {
 		of, tensors, known := s.State(call)
 		return known && !of.Open && of.Code == frame.OK && tensors[0].Summary.Code == frame.OK
 	}, "what is known of it")
 	l.end()
-	require.Error(t, <-ended)
+	require.Error(t, testkit.Receive(t, ended))
 }

@@ -82,6 +82,18 @@ func Eventually(t testing.TB, cond func() bool, what string) {
 	}
 }
 
+// Receive returns what comes from a channel, or its zero value when it is closed. It fails the
+// test if nothing comes for a long time.
+func Receive[T any](t testing.TB, from <-chan T) (v T) {
+	t.Helper()
+	select {
+	case v = <-from:
+	case <-time.After(patience):
+		t.Fatalf("testkit: nothing came within %v", patience)
+	}
+	return v
+}
+
 // poll tries cond with growing pauses until it holds or patience ends.
 func poll(cond func() bool) bool {
 	deadline := time.Now().Add(patience)

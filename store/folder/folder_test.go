@@ -93,15 +93,28 @@ func model(t testing.TB, tensors map[string]string) []byte {
 	return storetest.Model(t, nil, tensors)
 }
 
+// quickDisk does not wait for the disk.
+func quickDisk() disk {
+	d := systemDisk
+	d.sync = func(*os.File) error { return nil }
+	d.syncNames = func(string) error { return nil }
+	return d
+}
+
 func TestAFolderIsAStore(t *testing.T) {
-	storetest.Run(t, func(t testing.TB) store.Store { return openFolder(t, t.TempDir(), Config{}) })
+	storetest.Run(t, func(t testing.TB) store.Store {
+		f := openFolder(t, t.TempDir(), Config{})
+		f.disk = quickDisk()
+		return f
+	})
 }
 
 func TestAFolderWithFilesOfOthersIsAStore(t *testing.T) {
 	storetest.Run(t, func(t testing.TB) store.Store {
-		s, err := OpenWithFiles(t.TempDir(), Config{})
-		require.NoError(t, err)
-		return s
+		dir := t.TempDir()
+		f := openFolder(t, dir, Config{})
+		f.disk = quickDisk()
+		return files.Beside(f, testkit.Must(files.Open(dir, files.Config{Flat: true, Skip: isPushedName})))
 	})
 }
 

@@ -23,7 +23,7 @@ import (
 const (
 	// killsVariable says how many processes are killed; without it defaultKills.
 	killsVariable = "STORE_KILLS"
-	defaultKills  = 30
+	defaultKills  = 10
 	// childVariable makes the test binary the process that is killed: its folder
 	// and the first version it pushes.
 	childVariable = "STORE_CHILD"

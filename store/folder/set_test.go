@@ -172,7 +172,7 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 	before, _ := f.Used()
 
 	n, isCommitted := -1, false
-	f.disk = failing(systemDisk, func(next string) error {
+	f.disk = failing(quickDisk(), func(next string) error {
 		if n++; n == step || n > step && !once {
 			if n == step {
 				what = next
@@ -211,7 +211,7 @@ func fillAt(t *testing.T, step int, once bool) (what string) {
 	}
 	require.Equal(t, again, used)
 
-	f.disk = systemDisk // there is room again
+	f.disk = quickDisk() // there is room again
 	infos, err = commitSet(t, f)
 	require.NoError(t, err)
 	require.Len(t, infos, 3)
@@ -396,7 +396,7 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 				_, err := f.CommitAll(t.Context(), storetest.Begin(t, f, []byte("new"), names...))
 				done <- err
 			}()
-			<-reached
+			testkit.Receive(t, reached)
 			want := map[string]string{}
 			for _, name := range names {
 				want[name] = "new"
@@ -440,8 +440,8 @@ func TestAChangeGetsThroughWhileTheFilesOfASetGetTheirNames(t *testing.T) {
 			}()
 			holds(f)
 			close(goes)
-			require.NoError(t, <-done)
-			require.NoError(t, <-done)
+			require.NoError(t, testkit.Receive(t, done))
+			require.NoError(t, testkit.Receive(t, done))
 			want[first], want[second] = "last", "last"
 			stopped = -1
 			for _, name := range names {
