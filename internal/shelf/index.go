@@ -63,20 +63,50 @@ func (x *Index[T]) Open(name string, hold func(T)) (v T, err error) {
 	return v, nil
 }
 
-// List implements Store; it locks.
+// List implements Store; it locks. It gives way between two pages of names, so that a long list
+// does not delay others.
 func (x *Index[T]) List(ctx context.Context, pattern, after string, most int) (found []store.Info, err error) {
-	err = eachMatch(ctx, pattern, after, x.page, func(name string) bool {
-		if len(found) >= most {
-			return false
+	g, err := glob.Parse(pattern)
+	if err != nil {
+		return nil, err
+	}
+	prefix := glob.Prefix(pattern)
+	var turn background.Turn
+	defer turn.End()
+	for {
+		if err := turn.Work(ctx); err != nil {
+			return nil, err
 		}
-		x.Lock()
-		defer x.Unlock()
-		if v, there := x.ByName[name]; there {
-			found = append(found, v.About().Clone())
+		names, err := x.page(after, prefix)
+		if err != nil {
+			return nil, err
 		}
-		return true
-	})
-	return found, err
+		for _, name := range names {
+			if ctx.Err() != nil { // a name may take 10 µs
+				return nil, context.Cause(ctx)
+			}
+			if !strings.HasPrefix(name, prefix) || len(found) >= most {
+				return found, nil
+			}
+			if pattern == "" || g.Match(name) {
+				found = x.appendInfo(found, name)
+			}
+			after = name
+		}
+		if len(names) < PageNames {
+			return found, nil
+		}
+	}
+}
+
+// appendInfo appends a copy of what is known about a tensor, if it is still there; it locks.
+func (x *Index[T]) appendInfo(infos []store.Info, name string) []store.Info {
+	x.Lock()
+	defer x.Unlock()
+	if v, known := x.ByName[name]; known {
+		infos = append(infos, v.About().Clone())
+	}
+	return infos
 }
 
 // page returns names after one, and not before the prefix; it locks.
@@ -149,39 +179,5 @@ func (x *Index[T]) Drop(name string) {
 	if i, there := slices.BinarySearch(x.names, name); there {
 		x.names = slices.Delete(x.names, i, i+1)
 		delete(x.ByName, name)
-	}
-}
-
-// eachMatch passes names that match to use, until it returns false, from pages of up to
-// PageNames after a name. It gives way between two pages, so that a long list does not delay
-// others.
-func eachMatch(ctx context.Context, pattern, after string, page func(after, prefix string) ([]string, error), use func(name string) bool) error {
-	g, err := glob.Parse(pattern)
-	if err != nil {
-		return err
-	}
-	prefix := glob.Prefix(pattern)
-	var turn background.Turn
-	defer turn.End()
-	for {
-		if err := turn.Work(ctx); err != nil {
-			return err
-		}
-		names, err := page(after, prefix)
-		if err != nil {
-			return err
-		}
-		for _, name := range names {
-			if ctx.Err() != nil { // a name may take 10 µs
-				return context.Cause(ctx)
-			}
-			after = name
-			if !strings.HasPrefix(name, prefix) || (pattern == "" || g.Match(name)) && !use(name) {
-				return nil
-			}
-		}
-		if len(names) < PageNames {
-			return nil
-		}
 	}
 }

@@ -18,33 +18,46 @@ import (
 
 var errStopped = errors.New("stopped")
 
+// watched is a tensor of which somebody hears when it is listed.
+type watched func()
+
+func (w watched) About() *store.Info {
+	w()
+	return &store.Info{}
+}
+
+// indexOf has tensors a and b, with the lock held while listed runs.
+func indexOf(listed func()) *Index[watched] {
+	x := new(Index[watched])
+	x.Reset(map[string]watched{"a": listed, "b": listed})
+	return x
+}
+
 func TestAListEndsAmidAPageWhenItsReaderHasGone(t *testing.T) {
 	ctx, end := context.WithCancelCause(t.Context())
-	err := eachMatch(ctx, "*a", "", func(string, string) ([]string, error) {
-		end(errStopped)
-		return []string{"a", "b"}, nil // the last ones
-	}, func(string) bool { return true })
+	listed := 0
+	_, err := indexOf(func() { listed++; end(errStopped) }).List(ctx, "*", "", 10)
 	require.ErrorIs(t, err, errStopped)
+	require.Equal(t, 1, listed)
 }
 
 func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 	const more = 5
 	room := max(1, runtime.GOMAXPROCS(0)-1)
 	var looking, most atomic.Int64
-	begun := make(chan struct{}, room+more)
+	begun := make(chan struct{}, 2*(room+more))
 	goOn := make(chan struct{})
 	ended := make(chan error, room+more)
 	for range room + more {
 		go func() {
-			err := eachMatch(t.Context(), "", "", func(string, string) ([]string, error) {
+			_, err := indexOf(func() {
 				n := looking.Add(1)
 				defer looking.Add(-1)
 				for old := most.Load(); n > old && !most.CompareAndSwap(old, n); old = most.Load() {
 				}
 				begun <- struct{}{}
 				<-goOn
-				return nil, nil
-			}, nil)
+			}).List(t.Context(), "", "", 10)
 			ended <- err
 		}()
 	}
@@ -54,7 +67,7 @@ func TestAsManyListsLookAtNamesAtATimeAsThereIsRoom(t *testing.T) {
 	ctx, end := context.WithCancelCause(t.Context())
 	waiting := make(chan error, 1)
 	go func() {
-		err := eachMatch(ctx, "", "", func(string, string) ([]string, error) { return nil, errStopped }, nil)
+		_, err := indexOf(func() {}).List(ctx, "", "", 10)
 		waiting <- err
 	}()
 	end(context.DeadlineExceeded)

@@ -26,21 +26,23 @@ import (
 // ends with the call.
 type get struct {
 	task
-	list []frame.Selection
-	pace chan struct{} // holds a token for each tensor whose Summary is not sent
-	news session.News  // a Summary was sent
+	list   []frame.Selection
+	news   session.News  // a Summary was sent
+	ended  chan struct{} // closed with the call
+	chunk  int64         // bytes, of the chunks to send
+	pieces int           // views that a tensor may have shared; a view may be a copy
+	listed int64         // bytes acquired for the selections
+	kept   int64         // bytes acquired for views
+	all    []picked      // what the selections pick; belongs to run, as globs
+	globs  []bool        // which selections are
+	most   int           // tensors whose Summary is not sent
 
-	gone    chan struct{}       // closed with the call
-	chunk   int64               // bytes, of the chunks to send
-	pieces  int                 // views that a tensor may have shared; a view may be a copy
-	listed  int64               // bytes acquired for the selections
-	kept    int64               // bytes acquired for views
-	all     []picked            // what the selections pick; belongs to run, as globs
-	globs   []bool              // which selections are
-	sizes   map[tensor.ID]int64 // of the tensors whose Summary is not sent; guarded by the session's lock, as below
-	bytes   int64               // the sum of sizes
-	damaged int                 // tensors, as the client says; guarded by the session's lock, as below
-	lost    map[tensor.ID]error // why tensors failed while they were sent; guarded by the session's lock
+	// Guarded by the session's lock.
+	unsummed int                 // tensors whose Summary is not sent
+	sizes    map[tensor.ID]int64 // of those of them that are being sent
+	bytes    int64               // the sum of sizes
+	lost     map[tensor.ID]error // why tensors failed while they were sent
+	damaged  int                 // tensors, as the client says
 }
 
 // check validates selections before any work is done for them.
@@ -99,7 +101,7 @@ func (s *Service) takeSelections(list []frame.Selection) (bytes int64, err error
 func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventFailed:
-		if _, open := g.sizes[e.Tensor]; open {
+		if _, sending := g.sizes[e.Tensor]; sending {
 			g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
 		} else if e.Code == frame.DataLoss { // it was sent whole
 			g.service.damages.Add(1)
@@ -110,16 +112,16 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 			g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 		}
 	case stream.EventSummed:
-		delete(g.lost, e.Tensor)
+		g.unsummed--
 		g.bytes -= g.sizes[e.Tensor]
 		delete(g.sizes, e.Tensor)
-		<-g.pace
+		delete(g.lost, e.Tensor)
 		g.news.Tell()
 	case stream.EventStop:
 		g.cancel(&frame.Error{Code: e.Code, Text: e.Text})
 	case stream.EventClosed:
 		g.closed(e)
-		close(g.gone)
+		close(g.ended)
 	}
 }
 
@@ -141,7 +143,7 @@ func (g *get) run() {
 		d.Code, d.Message, d.RetryAfterMillis = why.Code, why.Text, why.RetryMillis
 	}
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
-	<-g.gone // nothing is shared any more
+	<-g.ended // nothing is shared any more
 	g.service.Budget.Release(g.session.Holder, g.kept)
 	g.service.Budget.Release(pulls, g.listed)
 }
@@ -169,24 +171,38 @@ func (g *get) send() error {
 		return err
 	}
 	for i := range g.all {
-		p := &g.all[i]
-		select { // before it is opened, so that few are
-		case g.pace <- struct{}{}:
-		case <-g.ctx.Done():
-			return context.Cause(g.ctx)
+		err := g.until(func(*stream.Machine, stream.Instant) bool { // before it is opened, so that few are
+			if g.unsummed == g.most {
+				return false
+			}
+			g.unsummed++
+			return true
+		})
+		if err == nil {
+			err = g.one(&g.all[i])
 		}
-		if err := g.one(p); err != nil {
+		if err != nil {
 			return err
 		}
 	}
-	for range cap(g.pace) { // until every Summary is sent
+	return g.until(func(*stream.Machine, stream.Instant) bool { return g.unsummed == 0 })
+}
+
+// until waits until a condition holds, which it checks after each Summary, with the session
+// locked.
+func (g *get) until(holds func(m *stream.Machine, now stream.Instant) bool) error {
+	for {
+		ok := false
+		g.session.Do(func(m *stream.Machine, now stream.Instant) { ok = holds(m, now) })
+		if ok {
+			return nil
+		}
 		select {
-		case g.pace <- struct{}{}:
+		case <-g.news:
 		case <-g.ctx.Done():
 			return context.Cause(g.ctx)
 		}
 	}
-	return nil
 }
 
 // pick resolves the selections: all of it belongs to one state of the store with regard to
@@ -388,7 +404,15 @@ func (g *get) one(p *picked) error {
 			sum.SizeBytes = uint64(geo.Size)
 			state = g.service.log.tensor(g.record, sum.Tensor, p.name, sum.SizeBytes)
 			sum.Durable = info.Durable
-			if err := g.room(sum.Tensor, geo.Size); err != nil {
+			err = g.until(func(m *stream.Machine, now stream.Instant) bool { // large ones go one after the other
+				if g.bytes > 0 && g.bytes+geo.Size > max(feedBytes, m.Ahead(now)) {
+					return false
+				}
+				g.bytes += geo.Size
+				g.sizes[sum.Tensor] = geo.Size
+				return true
+			})
+			if err != nil {
 				return err
 			}
 			sum.Digest, err = g.feed(r, p.sel, frame.Desc{Tensor: sum.Tensor, Desc: info.Desc, ChunkBytes: uint32(geo.ChunkBytes), Call: g.id, Name: p.name, Metadata: info.Metadata}, state)
@@ -408,38 +432,12 @@ func (g *get) one(p *picked) error {
 			err = source.Err
 		}
 		if errors.Is(err, stream.ErrClosed) {
-			g.session.Do(func(*stream.Machine, stream.Instant) {
-				if lost := g.lost[sum.Tensor]; lost != nil {
-					err = lost
-				}
-			})
+			g.session.Do(func(*stream.Machine, stream.Instant) { err = cmp.Or(g.lost[sum.Tensor], err) })
 		}
 		sum = g.failed(sum, err)
 	}
 	g.session.Do(func(m *stream.Machine, now stream.Instant) { g.summarize(m, now, state, sum) })
 	return nil
-}
-
-// room waits until a tensor may be on its way beside others: large ones go one after the
-// other.
-func (g *get) room(id tensor.ID, size int64) error {
-	for {
-		room := false
-		g.session.Do(func(m *stream.Machine, now stream.Instant) {
-			if room = g.bytes == 0 || g.bytes+size <= max(feedBytes, m.Ahead(now)); room {
-				g.bytes += size
-				g.sizes[id] = size
-			}
-		})
-		if room {
-			return nil
-		}
-		select {
-		case <-g.news:
-		case <-g.ctx.Done():
-			return context.Cause(g.ctx)
-		}
-	}
 }
 
 // feed sends a tensor's bytes.

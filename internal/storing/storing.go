@@ -133,9 +133,12 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 	if part.Put != nil {
 		return &put{task: t, all: part.Put.All, slots: make(chan struct{}, commits), next: make(chan *incoming), tensors: make(map[tensor.ID]*incoming)}
 	}
-	g := &get{task: t, list: part.Get.Selections, globs: make([]bool, len(part.Get.Selections)), listed: listed, pace: make(chan struct{}, feedTensors), lost: make(map[tensor.ID]error), sizes: make(map[tensor.ID]int64), news: make(session.News, 1), gone: make(chan struct{})}
+	g := &get{
+		task: t, list: part.Get.Selections, globs: make([]bool, len(part.Get.Selections)), listed: listed, most: feedTensors,
+		sizes: make(map[tensor.ID]int64), lost: make(map[tensor.ID]error), news: make(session.News, 1), ended: make(chan struct{}),
+	}
 	if on.OneWay() { // one after the other
-		g.pace = make(chan struct{}, 1)
+		g.most = 1
 	}
 	s.Go(g.run)
 	return g

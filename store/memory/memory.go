@@ -144,25 +144,6 @@ func (m *Store) forget(r *resident) {
 	r.Release()
 }
 
-// show makes tensors visible, in place of older ones.
-func (m *Store) show(made ...*resident) error {
-	m.index.Lock()
-	defer m.index.Unlock()
-	if err := m.index.Closed(); err != nil {
-		return err
-	}
-	for _, old := range m.index.Put(made...) {
-		m.recent.Remove(old.at)
-		old.Release()
-	}
-	now := time.Now()
-	for _, r := range made {
-		r.info.Stored = now
-		r.at = m.recent.PushFront(r)
-	}
-	return nil
-}
-
 // Open implements Store. It never waits.
 func (m *Store) Open(_ context.Context, name string) (store.Reader, error) {
 	r, err := m.index.Open(name, func(r *resident) {
@@ -233,13 +214,20 @@ func (m *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 		w.seal()
 		made[i] = w.made
 	}
-	if err := m.show(made...); err != nil {
+	m.index.Lock()
+	defer m.index.Unlock()
+	if err := m.index.Closed(); err != nil {
 		return nil, err
 	}
-	infos := make([]store.Info, len(set))
-	for i, w := range set {
-		infos[i] = w.made.Info()
-		w.made = nil
+	for _, old := range m.index.Put(made...) {
+		m.recent.Remove(old.at)
+		old.Release()
+	}
+	now, infos := time.Now(), make([]store.Info, len(set))
+	for i, r := range made {
+		r.info.Stored = now
+		r.at = m.recent.PushFront(r)
+		infos[i], set[i].made = r.Info(), nil
 	}
 	return infos, nil
 }
