@@ -77,7 +77,7 @@ func (s *Service) direct(ctx context.Context, kind serving.Direction, from *admi
 		return nil, err
 	}
 	d := &Direct{transfer: t}
-	err = s.survive(func() error { return begin(d) })
+	err = s.protect(func() error { return begin(d) })
 	d.mu.Lock()
 	d.forget = context.AfterFunc(ctx, func() { _ = d.End(context.Cause(ctx)) })
 	d.mu.Unlock()
@@ -118,7 +118,7 @@ func (d *Direct) move(data []byte, piece func(off int64, p []byte) error) error 
 		if int64(len(p)) > d.size-d.moved {
 			return frame.Errorf(frame.InvalidArgument, "bytes [%d,+%d) of a tensor of %d", d.moved, len(p), d.size)
 		}
-		if err := d.service.survive(func() error { return piece(d.moved, p) }); err != nil {
+		if err := d.service.protect(func() error { return piece(d.moved, p) }); err != nil {
 			return err
 		}
 		d.moved += int64(len(p))
@@ -143,15 +143,15 @@ func (d *Direct) End(err error) error {
 			err = frame.Errorf(frame.InvalidArgument, "only %d bytes of a tensor of %d came", d.moved, d.size)
 		}
 		if err == nil {
-			err = s.survive(func() error { _, err := d.writer.Commit(d.ctx); return err })
+			err = s.protect(func() error { _, err := d.writer.Commit(d.ctx); return err })
 		}
 		s.discard(d.writer)
 	}
 	if d.reader != nil {
-		_ = s.survive(func() error { d.reader.Release(); return nil })
+		_ = s.protect(func() error { d.reader.Release(); return nil })
 	}
 	if err != nil {
-		why := s.refused(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
+		why := s.explainTensor(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
 		code, d.err = why.Code, why
 	}
 	d.cancel(stream.ErrClosed)

@@ -136,7 +136,7 @@ func (g *get) run() {
 		}
 		g.kept += size
 	}
-	err := g.service.survive(g.send)
+	err := g.service.protect(g.send)
 	var d frame.Done
 	if err != nil {
 		why := g.service.Explain(err, slog.String("pull", g.id.String()))
@@ -164,7 +164,7 @@ type picked struct {
 func (g *get) send() error {
 	defer func() {
 		for i := range g.all {
-			g.drop(&g.all[i])
+			g.release(&g.all[i])
 		}
 	}()
 	if err := g.pick(); err != nil {
@@ -179,7 +179,7 @@ func (g *get) send() error {
 			return true
 		})
 		if err == nil {
-			err = g.one(&g.all[i])
+			err = g.sendOne(&g.all[i])
 		}
 		if err != nil {
 			return err
@@ -214,7 +214,7 @@ func (g *get) pick() error {
 		_, seen, _ = sets.Changed(math.MaxInt64)
 	}
 	for i := range g.list {
-		if err := g.first(i); err != nil {
+		if err := g.pickFor(i); err != nil {
 			return err
 		}
 	}
@@ -229,7 +229,7 @@ func (g *get) pick() error {
 		if seen = now; len(changed) == 0 {
 			break
 		}
-		if err := g.again(ctx, changed); err != nil {
+		if err := g.pickAgain(ctx, changed); err != nil {
 			return err
 		}
 	}
@@ -248,9 +248,9 @@ func (g *get) pick() error {
 	return nil
 }
 
-// first picks what a selection selects now: the tensor of its name or, if there is none and it
+// pickFor picks what a selection selects now: the tensor of its name or, if there is none and it
 // may be a glob, all that match it.
-func (g *get) first(i int) error {
+func (g *get) pickFor(i int) error {
 	p := picked{at: i, name: g.list[i].Name, sel: &g.list[i]}
 	switch {
 	case p.sel.Source:
@@ -259,7 +259,7 @@ func (g *get) first(i int) error {
 		p.err = ErrNoStore
 		return g.add(p)
 	}
-	there, err := g.open(i, p.name)
+	there, err := g.pickName(i, p.name)
 	if g.globs[i] = !there && strings.ContainsAny(p.name, "*?["); err != nil || !g.globs[i] {
 		return err
 	}
@@ -268,21 +268,21 @@ func (g *get) first(i int) error {
 			p.err = err
 			return g.add(p)
 		}
-		if _, err := g.open(i, info.Name); err != nil { // it may be deleted meanwhile
+		if _, err := g.pickName(i, info.Name); err != nil { // it may be deleted meanwhile
 			return err
 		}
 	}
 	return nil
 }
 
-// again picks the tensors of these names again, which may be others now.
-func (g *get) again(ctx context.Context, changed []string) error {
+// pickAgain picks the tensors of these names again, which may be others now.
+func (g *get) pickAgain(ctx context.Context, changed []string) error {
 	slices.Sort(changed)
 	changed = slices.Compact(changed)
 	g.all = slices.DeleteFunc(g.all, func(p picked) bool {
 		_, again := slices.BinarySearch(changed, p.name)
 		if again = again && !p.sel.Source; again {
-			g.drop(&p)
+			g.release(&p)
 		}
 		return again
 	})
@@ -305,7 +305,7 @@ func (g *get) again(ctx context.Context, changed []string) error {
 					continue
 				}
 			}
-			if _, err := g.open(i, name); err != nil {
+			if _, err := g.pickName(i, name); err != nil {
 				return err
 			}
 		}
@@ -313,8 +313,8 @@ func (g *get) again(ctx context.Context, changed []string) error {
 	return nil
 }
 
-// open picks a tensor of a selection, if it is there.
-func (g *get) open(i int, name string) (there bool, err error) {
+// pickName picks a tensor of a selection, if it is there.
+func (g *get) pickName(i int, name string) (there bool, err error) {
 	p := picked{at: i, name: name, sel: &g.list[i]}
 	if name != p.sel.Name { // Held is of that one
 		p.sel = &frame.Selection{Name: name}
@@ -342,8 +342,8 @@ func (g *get) add(p picked) error {
 	return nil
 }
 
-// drop releases what is kept of p.
-func (g *get) drop(p *picked) {
+// release frees what is kept of p.
+func (g *get) release(p *picked) {
 	if p.reader != nil {
 		p.reader.Release()
 	}
@@ -368,7 +368,7 @@ func (s *Service) find(ctx context.Context, sel *frame.Selection) (r store.Reade
 	if !ok || hidden != nil {
 		return nil, fmt.Errorf("%w: no source %q", store.ErrNotFound, sel.Name)
 	}
-	err = s.survive(func() (err error) {
+	err = s.protect(func() (err error) {
 		r, err = src(ctx, sel.Params)
 		return err
 	})
@@ -387,8 +387,8 @@ func (g *get) reopen(p *picked) (r store.Reader, err error) {
 	return r, nil
 }
 
-// one sends one tensor and its summary. An error ends the call.
-func (g *get) one(p *picked) error {
+// sendOne sends one tensor and its summary. An error ends the call.
+func (g *get) sendOne(p *picked) error {
 	sum := frame.Summary{Tensor: tensor.NewID(), Name: p.name}
 	r, err := p.reader, p.err
 	p.reader = nil

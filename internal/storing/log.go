@@ -92,8 +92,8 @@ func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) 
 	return p
 }
 
-// over records the outcome of a tensor.
-func (l *transferLog) over(p *progress, s frame.Summary) {
+// tensorEnded records the outcome of a tensor.
+func (l *transferLog) tensorEnded(p *progress, s frame.Summary) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	s.Message = frame.Clip(s.Message, recordMessage)

@@ -43,7 +43,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 					number++
 					name := fmt.Sprintf("%0*d", store.MaxName, number)
 					p := rs.tensor(r, worstID(number), name, 1)
-					rs.over(p, frame.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
+					rs.tensorEnded(p, frame.Summary{Tensor: worstID(number), Name: name, Message: strings.Repeat("x", 33<<10)})
 				}
 				rs.end(r, frame.Internal, failed)
 			}
@@ -67,7 +67,7 @@ func TestASetThatIsStoredIsKnownAsStored(t *testing.T) {
 			id := tensor.NewID()
 			r, err := s.log.begin(id, serving.Push, nil, true, "")
 			require.NoError(t, err)
-			s.log.over(s.log.tensor(r, tensor.NewID(), "x", 1), frame.Summary{})
+			s.log.tensorEnded(s.log.tensor(r, tensor.NewID(), "x", 1), frame.Summary{})
 			if after {
 				s.log.stored(r)
 			}

@@ -148,7 +148,7 @@ func (w *placed) WriteViews(off int64, views [][]byte) error {
 	if w.writer == nil {
 		return stream.ErrClosed
 	}
-	return w.service.survive(func() error { return w.writer.WriteViews(w.ctx, off, views) })
+	return w.service.protect(func() error { return w.writer.WriteViews(w.ctx, off, views) })
 }
 
 // end returns the writer, which nobody uses any more.
@@ -190,7 +190,7 @@ func (in *incoming) tableBytes() int64 { return serving.TableBytes(in.landing.Ge
 func (in *incoming) run() {
 	p := in.put
 	var info store.Info
-	err := p.service.survive(func() (err error) {
+	err := p.service.protect(func() (err error) {
 		info, err = in.store()
 		return err
 	})
@@ -274,7 +274,7 @@ func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, na
 	}
 	if e, may := w.(store.Evicter); may {
 		evicted = e.Evicted()
-		s.tellEvicted(name, evicted)
+		s.logEvicted(name, evicted)
 	}
 	return w, evicted, nil
 }
@@ -350,7 +350,7 @@ func (p *put) settle(m *stream.Machine) {
 // commit stores the set.
 func (p *put) commit() {
 	var stored []store.Info
-	err := p.service.survive(func() (err error) {
+	err := p.service.protect(func() (err error) {
 		stored, err = p.service.Store.(store.Sets).CommitAll(p.ctx, p.set)
 		return err
 	})
@@ -359,7 +359,7 @@ func (p *put) commit() {
 		p.abort() // what is stored stays
 		what := "nothing of the set is stored: "
 		if len(stored) > 0 {
-			what = "the set is stored, but may not survive a crash of the server: "
+			what = "the set is stored, but may not protect a crash of the server: "
 		}
 		sum := p.failed(frame.Summary{}, err)
 		d.Code, d.Message, d.RetryAfterMillis = sum.Code, what+sum.Message, sum.RetryAfterMillis
@@ -380,5 +380,5 @@ func (p *put) abort() {
 
 // discard ends a writer: a no-op if it was committed.
 func (s *Service) discard(w store.Writer) {
-	_ = s.survive(func() error { w.Abort(); return nil })
+	_ = s.protect(func() error { w.Abort(); return nil })
 }

@@ -30,8 +30,8 @@ import (
 var (
 	// errPanic replaces the panic of a store or a source.
 	errPanic = errors.New("storing: panic")
-	// left is why a put or a get ends with its call.
-	left = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
+	// errLeft is why a put or a get ends with its call.
+	errLeft = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
 )
 
 // Service serves puts and gets for a Core, in whose memory tensors wait. Its fields do not
@@ -55,15 +55,15 @@ func (s *Service) Damaged() int64 { return s.damages.Load() }
 
 // Available reports whether the store can be used; why it cannot goes to the log.
 func (s *Service) Available(ctx context.Context) bool {
-	err := s.survive(func() error { _, err := s.Store.List(ctx, "", "", 0); return err })
+	err := s.protect(func() error { _, err := s.Store.List(ctx, "", "", 0); return err })
 	if err != nil {
 		_ = s.Explain(err)
 	}
 	return err == nil
 }
 
-// tellEvicted counts and logs what the store has evicted for a tensor.
-func (s *Service) tellEvicted(name string, evicted []store.Info) {
+// logEvicted counts and logs what the store has evicted for a tensor.
+func (s *Service) logEvicted(name string, evicted []store.Info) {
 	if len(evicted) == 0 {
 		return
 	}
@@ -122,7 +122,8 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 	if err == nil && part.Get != nil {
 		if listed, err = s.takeSelections(part.Get.Selections); err != nil {
 			why := s.Explain(err)
-			t.over(why.Code, why.Text)
+			t.recordEnd(why.Code, why.Text)
+			t.cancel(err)
 		}
 	}
 	if err != nil {
@@ -177,12 +178,12 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 // finish decides how the call ends; the session is locked.
 func (t *task) finish(m *stream.Machine, d frame.Done) {
 	d.Call = t.id
-	t.over(d.Code, d.Message)
+	t.recordEnd(d.Code, d.Message)
 	m.Finish(d)
 }
 
-// over records how the call ended: the first time counts. The session is locked.
-func (t *task) over(code frame.Code, text string) {
+// recordEnd records how the call ended: the first time counts. The session is locked.
+func (t *task) recordEnd(code frame.Code, text string) {
 	if t.service.log.end(t.record, code, text) {
 		t.leave(code, t.record.bytes.Load())
 		if t.ready > 0 {
@@ -193,13 +194,13 @@ func (t *task) over(code frame.Code, text string) {
 
 // failed returns the Summary of a tensor that failed.
 func (t *task) failed(sum frame.Summary, err error) frame.Summary {
-	why := t.service.refused(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
+	why := t.service.explainTensor(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
 	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
 	return sum
 }
 
-// refused is Explain for a tensor that failed.
-func (s *Service) refused(err error, attrs ...slog.Attr) *terms.RefusedError {
+// explainTensor is Explain for a tensor that failed.
+func (s *Service) explainTensor(err error, attrs ...slog.Attr) *terms.RefusedError {
 	why := s.Explain(err, attrs...)
 	if errors.Is(err, store.ErrFull) {
 		if n, due := s.full.Again(); due {
@@ -212,7 +213,7 @@ func (s *Service) refused(err error, attrs ...slog.Attr) *terms.RefusedError {
 // summarize ends a tensor; the session is locked.
 func (t *task) summarize(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
 	sum.Call = t.id
-	t.service.log.over(state, sum)
+	t.service.log.tensorEnded(state, sum)
 	if t.record.all && sum.Code == frame.OK {
 		t.ready++
 	} else {
@@ -223,12 +224,12 @@ func (t *task) summarize(m *stream.Machine, now stream.Instant, state *progress,
 
 // closed handles the last event of the call; the session is locked.
 func (t *task) closed(e stream.Event) {
-	t.cancel(left)
-	t.over(e.Code, e.Text)
+	t.cancel(errLeft)
+	t.recordEnd(e.Code, e.Text)
 }
 
-// survive calls f, which may be a user's code, and converts a panic to an error.
-func (s *Service) survive(f func() error) (err error) {
+// protect calls f, which may be a user's code, and converts a panic to an error.
+func (s *Service) protect(f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			s.Panicked(p)

@@ -79,7 +79,7 @@ func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadat
 	if _, err := shelf.CheckNew(ctx, name, d, metadata); err != nil {
 		return nil, err
 	}
-	if err := b.taken(ctx, name, taking); err != nil {
+	if err := b.taken(ctx, name, errTaken); err != nil {
 		return nil, err
 	}
 	return b.main.Create(ctx, name, d, metadata)
@@ -112,7 +112,7 @@ func (b *beside) List(ctx context.Context, glob, after string, most int) ([]stor
 func (b *beside) Delete(ctx context.Context, names ...string) ([]string, error) {
 	var refused error
 	for i, name := range names {
-		if refused = b.taken(ctx, name, partOf); refused != nil {
+		if refused = b.taken(ctx, name, errPart); refused != nil {
 			names = names[:i]
 			break
 		}

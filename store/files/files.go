@@ -96,18 +96,18 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 		return nil, err
 	}
 	if p, taken := f.index.Find(name); taken {
-		return nil, taking(name, p.info.File)
+		return nil, errTaken(name, p.info.File)
 	}
 	return nil, fmt.Errorf("%w: cannot store tensor %q", store.ErrReadOnly, name)
 }
 
-// taking returns the error for pushing under the name of a tensor in a file.
-func taking(name, file string) error {
+// errTaken returns the error for pushing under the name of a tensor in a file.
+func errTaken(name, file string) error {
 	return fmt.Errorf("%w: %q is a tensor of the file %s in the folder; push under another name", store.ErrExists, name, file)
 }
 
-// partOf returns the error for deleting a tensor in a file.
-func partOf(name, file string) error {
+// errPart returns the error for deleting a tensor in a file.
+func errPart(name, file string) error {
 	return fmt.Errorf("%w: %q is a tensor of %s; delete that file", store.ErrPart, name, file)
 }
 
@@ -138,8 +138,8 @@ func (f *Store) List(ctx context.Context, glob, after string, most int) ([]store
 // Delete implements Store. It fails for every tensor that exists.
 func (f *Store) Delete(ctx context.Context, names ...string) ([]string, error) {
 	return shelf.DeleteEach(ctx, names, func(name string) (bool, error) {
-		if p, there := f.index.Find(name); there {
-			return false, partOf(name, p.info.File)
+		if p, known := f.index.Find(name); known {
+			return false, errPart(name, p.info.File)
 		}
 		return false, nil
 	})

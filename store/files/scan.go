@@ -61,16 +61,16 @@ func stats(paths []string) []fs.FileInfo {
 	return infos
 }
 
-// same reports whether a file has not been replaced or modified since it was seen.
-func same(seen, now fs.FileInfo) bool {
+// sameFile reports whether a file has not been replaced or modified since it was seen.
+func sameFile(seen, now fs.FileInfo) bool {
 	if seen == nil || now == nil {
 		return seen == nil && now == nil
 	}
 	return os.SameFile(seen, now) && seen.Size() == now.Size() && seen.ModTime().Equal(now.ModTime())
 }
 
-// asItWas reports whether the file is unchanged since it was seen.
-func (w *wholeFile) asItWas() bool { return slices.EqualFunc(w.seen, stats(w.paths), same) }
+// isUnchanged reports whether the file is unchanged since it was seen.
+func (w *wholeFile) isUnchanged() bool { return slices.EqualFunc(w.seen, stats(w.paths), sameFile) }
 
 // rescan looks for new, changed and removed files. Concurrent callers share a scan that
 // began after they called. With always, it scans even if the times of the folders have not
@@ -85,7 +85,7 @@ func (f *Store) rescan(always bool) error {
 	if f.scans.Load() > before {
 		return nil
 	}
-	if !always && f.scan.settled && f.unchanged() {
+	if !always && f.scan.settled && f.foldersUnchanged() {
 		return nil
 	}
 	f.scans.Add(1)
@@ -97,15 +97,15 @@ func (f *Store) rescan(always bool) error {
 	if !maps.EqualFunc(dirs, f.scan.dirs, time.Time.Equal) {
 		f.scan.since = time.Now()
 	}
-	err = f.look(found)
+	err = f.readHeaders(found)
 	f.scan.settled, f.scan.dirs = err == nil && began.Sub(f.scan.since) > clockGrain, dirs
 	return err
 }
 
-// unchanged reports whether the folders are as they were, and the files that cannot be used:
+// foldersUnchanged reports whether the folders are as they were, and the files that cannot be used:
 // one may have been seen while it was being copied, and only the beginning of the copy
 // changes the folder's time.
-func (f *Store) unchanged() bool {
+func (f *Store) foldersUnchanged() bool {
 	for path, at := range f.scan.dirs {
 		if at.IsZero() { // its permissions may change, which its time does not show
 			if _, _, err := readDir(path); err == nil {
@@ -116,7 +116,7 @@ func (f *Store) unchanged() bool {
 		}
 	}
 	for _, w := range f.scan.files {
-		if !w.usable() && !w.asItWas() {
+		if !w.usable() && !w.isUnchanged() {
 			return false
 		}
 	}
@@ -143,7 +143,7 @@ func (f *Store) walk() (dirs map[string]time.Time, found []string, err error) {
 			at = time.Time{}
 		}
 		dirs[path] = at
-		sub, files := f.sort(dir, entries)
+		sub, files := f.classify(dir, entries)
 		pending = append(pending, sub...)
 		found = append(found, files...)
 	}
@@ -166,8 +166,8 @@ func readDir(path string) (at time.Time, entries []fs.DirEntry, err error) {
 	return info.ModTime(), entries, err
 }
 
-// sort separates the subfolders of a folder from the model files.
-func (f *Store) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
+// classify separates the subfolders of a folder from the model files.
+func (f *Store) classify(dir string, entries []fs.DirEntry) (sub, found []string) {
 	shards := map[string]bool{}
 	for _, e := range entries {
 		switch name := e.Name(); {
@@ -188,13 +188,13 @@ func (f *Store) sort(dir string, entries []fs.DirEntry) (sub, found []string) {
 	return sub, slices.DeleteFunc(found, func(path string) bool { return shards[filepath.Base(path)] })
 }
 
-// look reads the headers of new and changed files.
-func (f *Store) look(found []string) (err error) {
+// readHeaders reads the headers of new and changed files.
+func (f *Store) readHeaders(found []string) (err error) {
 	old, files := f.scan.files, map[string]*wholeFile{}
 	room := f.limit
 	slices.Sort(found) // so that the same files have room after a restart
 	for _, name := range found {
-		w, e := f.lookAt(name, old[name], room)
+		w, e := f.readHeader(name, old[name], room)
 		if e != nil {
 			err = fmt.Errorf("store: %w", e)
 		}
@@ -207,7 +207,7 @@ func (f *Store) look(found []string) (err error) {
 	}
 	f.scan.files = files
 	if !maps.Equal(old, files) {
-		f.showParts()
+		f.rebuildIndex()
 	}
 	for name, w := range old { // now that nobody can find its tensors
 		if w.usable() && files[name] != w {
@@ -217,16 +217,16 @@ func (f *Store) look(found []string) (err error) {
 	return err
 }
 
-// lookAt returns the file of this name, which is old if it has not changed, or nil if there
+// readHeader returns the file of this name, which is old if it has not changed, or nil if there
 // is none. The file is not usable if it has more tensors than there is room for. An error
 // means that this process cannot open files now; the file is then old.
-func (f *Store) lookAt(name string, old *wholeFile, room int) (*wholeFile, error) {
+func (f *Store) readHeader(name string, old *wholeFile, room int) (*wholeFile, error) {
 	path := filepath.Join(f.dir, name)
 	w := &wholeFile{paths: tensorfile.PathsOf(path)}
 	if w.seen = stats(w.paths); w.seen[0] == nil {
 		return nil, nil
 	}
-	if old != nil && slices.Equal(old.paths, w.paths) && slices.EqualFunc(old.seen, w.seen, same) &&
+	if old != nil && slices.Equal(old.paths, w.paths) && slices.EqualFunc(old.seen, w.seen, sameFile) &&
 		(old.tensors == 0 || old.usable() == (old.tensors <= room)) {
 		return old, nil
 	}
@@ -247,12 +247,12 @@ func (f *Store) lookAt(name string, old *wholeFile, room int) (*wholeFile, error
 		return w, nil
 	}
 	w.mapped = shelf.NewMapped(st, func() {})
-	f.divide(name, w, st)
+	f.addParts(name, w, st)
 	return w, nil
 }
 
-// divide finds the parts of a file.
-func (f *Store) divide(file string, w *wholeFile, st *tensorfile.Safetensors) {
+// addParts finds the parts of a file.
+func (f *Store) addParts(file string, w *wholeFile, st *tensorfile.Safetensors) {
 	path := filepath.ToSlash(file)
 	stem := f.prefix + strings.TrimSuffix(strings.TrimSuffix(path, tensorfile.IndexSuffix), tensorfile.FileSuffix) + "/"
 	var spoiled error
@@ -281,9 +281,9 @@ func (f *Store) divide(file string, w *wholeFile, st *tensorfile.Safetensors) {
 	}
 }
 
-// showParts rebuilds the index of the tensors of all files. If several have a name, the
+// rebuildIndex rebuilds the index of the tensors of all files. If several have a name, the
 // first file has it.
-func (f *Store) showParts() {
+func (f *Store) rebuildIndex() {
 	parts := map[string]*part{}
 	for _, file := range slices.Sorted(maps.Keys(f.scan.files)) {
 		w, before := f.scan.files[file], len(parts)
@@ -302,14 +302,14 @@ func (f *Store) showParts() {
 // fileOf returns the file that a tensor is part of, empty if there is none. It does not
 // look for new files, which each push of many would.
 func (f *Store) fileOf(name string) (string, error) {
-	p, there := f.index.Find(name)
-	if there && !p.whole.asItWas() {
+	p, known := f.index.Find(name)
+	if known && !p.whole.isUnchanged() {
 		if err := f.rescan(true); err != nil {
 			return "", err
 		}
-		p, there = f.index.Find(name)
+		p, known = f.index.Find(name)
 	}
-	if !there {
+	if !known {
 		return "", nil
 	}
 	return p.info.File, nil
@@ -330,7 +330,7 @@ func (f *Store) openKnown(name string, fresh bool) (store.Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	if !p.whole.asItWas() {
+	if !p.whole.isUnchanged() {
 		if !fresh {
 			p.whole.mapped.Release()
 			return nil, fmt.Errorf("%w: %s", errChanged, info.File)

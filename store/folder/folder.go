@@ -54,7 +54,7 @@ type Store struct {
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
 	disk
-	used, said atomic.Int64 // bytes of pushed files, and of their metadata; they grow under the lock of index only
+	used, metadata atomic.Int64 // bytes of pushed files, and of their metadata; they grow under the lock of index only
 
 	sets       sync.Mutex   // held while a set is committed and its files get their names; guards unfinished
 	unfinished *manifest    // of a committed set, to be finished before the next one
@@ -202,10 +202,10 @@ func (f *Store) load() error {
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
 		default:
 			p := &pushed{info: info, file: file}
-			said := shelf.MetadataBytes(info.Metadata)
-			p.Init(func() { f.used.Add(-bytes); f.said.Add(-said) })
+			metadata := shelf.MetadataBytes(info.Metadata)
+			p.Init(func() { f.used.Add(-bytes); f.metadata.Add(-metadata) })
 			f.used.Add(bytes)
-			f.said.Add(said)
+			f.metadata.Add(metadata)
 			tensors[info.Name] = p
 		}
 	}
@@ -239,23 +239,23 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 	if err != nil {
 		return nil, err
 	}
-	w := &writer{folder: f, size: size, made: &pushed{
+	w := &writer{folder: f, size: size, pushed: &pushed{
 		info: store.Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata), Durable: true}, file: fileName(name),
 	}}
-	header, err := pushedHeader(w.made.info)
+	header, err := pushedHeader(w.pushed.info)
 	if err != nil {
 		return nil, err
 	}
-	w.begin = int64(len(header))
-	said := shelf.MetadataBytes(metadata)
-	if err := f.reserve(name, w.begin, size, said); err != nil {
+	w.header = int64(len(header))
+	metadataBytes := shelf.MetadataBytes(metadata)
+	if err := f.reserve(name, w.header, size, metadataBytes); err != nil {
 		return nil, err
 	}
-	w.made.Init(func() { f.used.Add(-w.begin - size); f.said.Add(-said) })
+	w.pushed.Init(func() { f.used.Add(-w.header - size); f.metadata.Add(-metadataBytes) })
 	w.temp = newTemp()
 	w.file, err = f.create(filepath.Join(f.dir, w.temp))
 	if err == nil {
-		err = f.allocate(w.file, w.begin+size)
+		err = f.allocate(w.file, w.header+size)
 	}
 	if err != nil {
 		err = w.failed("reserve space for", err)
@@ -265,8 +265,8 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 	return w, nil
 }
 
-// reserve charges a tensor of size bytes, its header, and said bytes of metadata to the limits.
-func (f *Store) reserve(name string, header, size, said int64) error {
+// reserve charges a tensor of size bytes, its header and its metadata to the limits.
+func (f *Store) reserve(name string, header, size, metadata int64) error {
 	f.index.Lock()
 	defer f.index.Unlock()
 	if err := f.index.Closed(); err != nil {
@@ -279,11 +279,11 @@ func (f *Store) reserve(name string, header, size, said int64) error {
 		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
 			store.ErrFull, name, size, header, max(free, 0), f.config.Limit)
 	}
-	if said > 0 && f.said.Load()+said > allMetadata {
+	if metadata > 0 && f.metadata.Load()+metadata > allMetadata {
 		return fmt.Errorf("%w: the metadata of all tensors would be longer than %d bytes; delete some, or push tensor %q with less", store.ErrFull, allMetadata, name)
 	}
 	f.used.Add(header + size)
-	f.said.Add(said)
+	f.metadata.Add(metadata)
 	f.writers++
 	return nil
 }
@@ -358,15 +358,15 @@ func (f *Store) Delete(ctx context.Context, names ...string) (deleted []string, 
 }
 
 // delete deletes the file of a pushed tensor, if it exists.
-func (f *Store) delete(name string) (there bool, err error) {
+func (f *Store) delete(name string) (existed bool, err error) {
 	file := fileName(name)
-	end, err := f.change(name, file)
+	unlock, err := f.change(name, file)
 	if err != nil {
 		return false, err
 	}
-	defer end()
-	p, there := f.index.Find(name)
-	if !there {
+	defer unlock()
+	p, known := f.index.Find(name)
+	if !known {
 		return false, nil
 	}
 	if err := f.remove(filepath.Join(f.dir, file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -404,12 +404,12 @@ func (f *Store) Used() (used, limit int64) {
 // writer writes one tensor to a folder.
 type writer struct {
 	folder  *Store
-	made    *pushed // nil after the end
+	pushed  *pushed // nil after the end
 	size    int64
-	begin   int64 // offset of the tensor in its file: the header's length
+	header  int64 // length of the header: where the tensor begins in its file
 	temp    string
 	file    *os.File // nil when sealed
-	spoiled error    // of seal
+	sealErr error    // of seal
 	order   codec.OrderedDigester
 	started int64 // bytes whose write-back was started
 }
@@ -418,7 +418,7 @@ func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) erro
 	if err := shelf.CheckViews(ctx, off, views, w.size); err != nil {
 		return err
 	}
-	if err := w.folder.write(w.file, w.begin+off, views); err != nil {
+	if err := w.folder.write(w.file, w.header+off, views); err != nil {
 		return w.failed("write", err)
 	}
 	for _, v := range views {
@@ -426,7 +426,7 @@ func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) erro
 		off += int64(len(v))
 	}
 	if n := (w.order.Next() - w.started) / writeBack * writeBack; n > 0 {
-		startWriteBack(w.file, w.begin+w.started, n)
+		startWriteBack(w.file, w.header+w.started, n)
 		w.started += n
 	}
 	return nil
@@ -435,21 +435,21 @@ func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) erro
 // Commit makes the file durable, then its name, and only then adds it to the index.
 func (w *writer) Commit(context.Context) (store.Info, error) {
 	defer w.Abort()
-	p, f := w.made, w.folder
+	p, f := w.pushed, w.folder
 	if err := w.seal(); err != nil {
 		return store.Info{}, err
 	}
-	end, err := f.change(p.info.Name, p.file)
+	unlock, err := f.change(p.info.Name, p.file)
 	if err != nil {
 		return store.Info{}, err
 	}
-	defer end()
+	defer unlock()
 	if err := f.rename(filepath.Join(f.dir, w.temp), filepath.Join(f.dir, p.file)); err != nil {
 		return store.Info{}, w.failed("name", err)
 	}
 	syncErr := f.syncNames(f.dir)
 	f.show(p)
-	w.made = nil
+	w.pushed = nil
 	if syncErr != nil { // the older tensor is gone
 		return p.info.Clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
 	}
@@ -467,29 +467,29 @@ func (f *Store) show(made ...*pushed) {
 }
 
 func (w *writer) NameIn(s store.Store) string {
-	if w.made == nil || s != w.folder {
+	if w.pushed == nil || s != w.folder {
 		return ""
 	}
-	return w.made.info.Name
+	return w.pushed.info.Name
 }
 
 // seal completes the file, waits for the disk and closes the file, once.
 func (w *writer) seal() error {
 	if w.file != nil {
 		if err := errors.Join(w.complete(), w.file.Close()); err != nil {
-			w.spoiled = w.failed("finish", err) // another fsync would succeed, although bytes are lost
+			w.sealErr = w.failed("finish", err) // another fsync would succeed, although bytes are lost
 		}
 		w.file = nil
 	}
-	return w.spoiled
+	return w.sealErr
 }
 
 // complete writes the header and waits for the disk.
 func (w *writer) complete() error {
-	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.begin, w.size), w.size); err != nil {
+	if err := w.order.ReadRest(io.NewSectionReader(w.file, w.header, w.size), w.size); err != nil {
 		return err
 	}
-	info := &w.made.info
+	info := &w.pushed.info
 	info.Digest, info.Stored = w.order.Sum(), time.Now().UTC()
 	header, err := pushedHeader(*info)
 	if err != nil {
@@ -502,15 +502,15 @@ func (w *writer) complete() error {
 }
 
 func (w *writer) Abort() {
-	if w.made == nil {
+	if w.pushed == nil {
 		return
 	}
 	if w.file != nil {
 		_ = w.file.Close() // its contents are discarded
 	}
 	_ = w.folder.remove(filepath.Join(w.folder.dir, w.temp)) // if this fails, the next Open removes it
-	w.made.Release()
-	w.made = nil
+	w.pushed.Release()
+	w.pushed = nil
 	w.folder.index.Lock()
 	defer w.folder.index.Unlock()
 	w.folder.writers--
@@ -518,7 +518,7 @@ func (w *writer) Abort() {
 
 // failed returns the error of a failed operation, which wraps ErrFull if the disk is full.
 func (w *writer) failed(what string, err error) error {
-	name, n := w.made.info.Name, w.begin+w.size
+	name, n := w.pushed.info.Name, w.header+w.size
 	var errno syscall.Errno
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this

@@ -157,8 +157,8 @@ func TestTheMetadataOfAFolderHasALimit(t *testing.T) {
 	require.NoError(t, f.Close())
 
 	f = storetest.Close(t, openFolder(t, dir, Config{}))
-	require.EqualValues(t, 1001, f.said.Load())
-	f.said.Add(allMetadata - 2001)
+	require.EqualValues(t, 1001, f.metadata.Load())
+	f.metadata.Add(allMetadata - 2001)
 	_, err = f.Create(t.Context(), "y", storetest.Vector(0), said)
 	require.ErrorIs(t, err, store.ErrFull)
 	require.ErrorContains(t, err, "the metadata of all tensors would be longer than 67108864 bytes")
@@ -167,7 +167,7 @@ func TestTheMetadataOfAFolderHasALimit(t *testing.T) {
 	w, err = f.Create(t.Context(), "y", storetest.Vector(0), said)
 	require.NoError(t, err)
 	w.Abort()
-	require.EqualValues(t, allMetadata-2001, f.said.Load())
+	require.EqualValues(t, allMetadata-2001, f.metadata.Load())
 }
 
 func TestAPushedFileIsOneThatOtherProgramsRead(t *testing.T) {
@@ -407,7 +407,7 @@ func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
 }
 
 func TestADiskThatFillsUpIsFull(t *testing.T) {
-	w := &writer{begin: 8, size: 2, made: &pushed{info: store.Info{Name: "x"}}}
+	w := &writer{header: 8, size: 2, pushed: &pushed{info: store.Info{Name: "x"}}}
 	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
 		require.ErrorIs(t, w.failed("write", cause), store.ErrFull)
 	}

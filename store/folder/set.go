@@ -30,7 +30,7 @@ func (f *Store) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
 	if err != nil {
 		return store.Info{}, err
 	}
-	return set[0].made.info.Clone(), nil
+	return set[0].pushed.info.Clone(), nil
 }
 
 // CommitAll implements Sets. The set is committed when its manifest is in the folder: then
@@ -55,7 +55,7 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 	}
 	m := &manifest{}
 	for _, w := range set {
-		m.moves = append(m.moves, move{w.temp, w.made.file, w.made})
+		m.moves = append(m.moves, move{w.temp, w.pushed.file, w.pushed})
 	}
 	if err := m.write(f); err != nil {
 		return nil, fmt.Errorf("%w, with %d others", set[0].failed("commit", err), len(set)-1)
@@ -65,8 +65,8 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 	f.stuck.Store(syncErr != nil)
 	made, infos := make([]*pushed, len(set)), make([]store.Info, len(set))
 	for i, w := range set {
-		w.made.file = w.temp // until move; no reader has it yet
-		made[i], infos[i], w.made = w.made, w.made.info.Clone(), nil
+		w.pushed.file = w.temp // until move; no reader has it yet
+		made[i], infos[i], w.pushed = w.pushed, w.pushed.info.Clone(), nil
 	}
 	f.changes.Lock()
 	f.show(made...)
@@ -240,10 +240,10 @@ func (f *Store) move(m move) error {
 	return err
 }
 
-// change begins a change of a name, until end is called. If a set could not be finished, it
+// change begins a change of a name, until unlock is called. If a set could not be finished, it
 // is now; if one is being finished, the name's file gets its name first, so that the set does
 // not undo the change.
-func (f *Store) change(name, file string) (end func(), err error) {
+func (f *Store) change(name, file string) (unlock func(), err error) {
 	f.changes.RLock()
 	for f.stuck.Load() {
 		f.changes.RUnlock()
@@ -255,19 +255,19 @@ func (f *Store) change(name, file string) (end func(), err error) {
 		}
 		f.changes.RLock()
 	}
-	unlock := f.lockName(file)
-	end = func() { unlock(); f.changes.RUnlock() }
+	unlockName := f.lockName(file)
+	unlock = func() { unlockName(); f.changes.RUnlock() }
 	err = f.usable()
-	if p, there := f.index.Find(name); err == nil && there {
+	if p, known := f.index.Find(name); err == nil && known {
 		if err = f.move(move{p.file, file, p}); err != nil {
 			err = changing("finish the set in "+manifestFile, err)
 		}
 	}
 	if err != nil {
-		end()
+		unlock()
 		return nil, err
 	}
-	return end, nil
+	return unlock, nil
 }
 
 func newTemp() string { return tempPrefix + rand.Text() + tempSuffix }

@@ -83,8 +83,8 @@ func (m *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 		return nil, fmt.Errorf("%w: tensor %q: %w", store.ErrFull, name, err)
 	}
 	info := store.Info{Name: name, Desc: d.Clone(), Metadata: maps.Clone(metadata)}
-	w := &writer{store: m, made: &resident{info: info, data: s.Bytes(), room: room}, evicted: evicted}
-	w.made.Init(func() {
+	w := &writer{store: m, resident: &resident{info: info, data: s.Bytes(), room: room}, evicted: evicted}
+	w.resident.Init(func() {
 		s.Release()
 		m.used.Add(-room)
 	})
@@ -199,7 +199,7 @@ func (m *Store) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
 		return store.Info{}, err
 	}
 	set[0].seal()
-	return set[0].made.Info(), nil
+	return set[0].resident.Info(), nil
 }
 
 // CommitAll implements Sets.
@@ -212,7 +212,7 @@ func (m *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 	made := make([]*resident, len(set))
 	for i, w := range set {
 		w.seal()
-		made[i] = w.made
+		made[i] = w.resident
 	}
 	m.index.Lock()
 	defer m.index.Unlock()
@@ -227,26 +227,26 @@ func (m *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 	for i, r := range made {
 		r.info.Stored = now
 		r.at = m.recent.PushFront(r)
-		infos[i], set[i].made = r.Info(), nil
+		infos[i], set[i].resident = r.Info(), nil
 	}
 	return infos, nil
 }
 
 // writer writes one tensor to memory.
 type writer struct {
-	store *Store
-	made  *resident // nil after the end
-	order codec.OrderedDigester
+	store    *Store
+	resident *resident // nil after the end
+	order    codec.OrderedDigester
 
 	evicted []store.Info
 }
 
 func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) error {
-	if err := shelf.CheckViews(ctx, off, views, int64(len(w.made.data))); err != nil {
+	if err := shelf.CheckViews(ctx, off, views, int64(len(w.resident.data))); err != nil {
 		return err
 	}
 	for _, v := range views {
-		if to := w.made.data[off:]; len(v) > 0 && &v[0] != &to[0] { // otherwise it is there already, see InPlace
+		if to := w.resident.data[off:]; len(v) > 0 && &v[0] != &to[0] { // otherwise it is there already, see InPlace
 			copy(to, v)
 		}
 		w.order.Wrote(off, v)
@@ -255,22 +255,22 @@ func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) erro
 	return nil
 }
 
-func (w *writer) Memory() []byte { return w.made.data }
+func (w *writer) Memory() []byte { return w.resident.data }
 
 func (w *writer) Evicted() []store.Info { return w.evicted }
 
 func (w *writer) NameIn(s store.Store) string {
-	if w.made == nil || s != w.store {
+	if w.resident == nil || s != w.store {
 		return ""
 	}
-	return w.made.info.Name
+	return w.resident.info.Name
 }
 
 // seal computes the digest.
 func (w *writer) seal() {
 	next := w.order.Next()
-	w.order.Wrote(next, w.made.data[next:]) // what arrived after a gap
-	w.made.info.Digest = w.order.Sum()
+	w.order.Wrote(next, w.resident.data[next:]) // what arrived after a gap
+	w.resident.info.Digest = w.order.Sum()
 }
 
 func (w *writer) Commit(ctx context.Context) (store.Info, error) {
@@ -282,9 +282,9 @@ func (w *writer) Commit(ctx context.Context) (store.Info, error) {
 }
 
 func (w *writer) Abort() {
-	if w.made != nil {
-		w.made.Release()
-		w.made = nil
+	if w.resident != nil {
+		w.resident.Release()
+		w.resident = nil
 	}
 }
 
