@@ -13,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -30,7 +31,7 @@ func withoutDescriptors(t testing.TB, f func()) {
 func TestAServerOutOfDescriptorsIsTriedAgainLaterAndSaysSoOnce(t *testing.T) {
 	testkit.Start(t)
 	s, dir := inFolder(t)
-	put(t, s, "x", []byte("0123456789"))
+	storetest.Put(t, s, "x", []byte("0123456789"))
 	log := &notes{}
 	f := serve(t, func(c *server.Config) {
 		quiet(t, log)(c)
@@ -69,6 +70,6 @@ func TestAServerOutOfDescriptorsIsTriedAgainLaterAndSaysSoOnce(t *testing.T) {
 	require.Equal(t, lines, strings.Count(log.String(), "too many open files"), log.String())
 	require.Positive(t, lines)
 	require.Less(t, lines, 8, "as their number doubles:\n%s", log.String())
-	require.Equal(t, []string{"late/x", "x"}, names(t, s))
+	require.Equal(t, []string{"late/x", "x"}, storetest.Names(t, s))
 	require.NoError(t, pullX(t.Context(), c))
 }

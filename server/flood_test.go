@@ -26,6 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -336,7 +337,7 @@ func TestAHealthyClientIsServedThroughAFlood(t *testing.T) {
 		t.Run(attackers.name, func(t *testing.T) {
 			testkit.Start(t)
 			m := shelf(t, floodStore)
-			put(t, m, "large", make([]byte, floodTensor))
+			storetest.Put(t, m, "large", make([]byte, floodTensor))
 			dir, id := newIdentity(t)
 			var cfg client.Config
 			if attackers.name == handshakes {

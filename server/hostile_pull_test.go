@@ -27,6 +27,7 @@ import (
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/store/memory"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
@@ -126,24 +127,6 @@ func (p *pulled) summary(t testing.TB, name string) *pb.Summary {
 	return found
 }
 
-// put stores a tensor.
-func put(t testing.TB, s store.Store, name string, data []byte) {
-	t.Helper()
-	w, err := s.Create(t.Context(), name, tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}, nil)
-	require.NoError(t, err)
-	require.NoError(t, w.WriteViews(t.Context(), 0, [][]byte{data}))
-	_, err = w.Commit(t.Context())
-	require.NoError(t, err)
-}
-
-// remove deletes a tensor that is there.
-func remove(t testing.TB, s store.Store, name string) {
-	t.Helper()
-	deleted, err := s.Delete(t.Context(), name)
-	require.NoError(t, err)
-	require.Equal(t, []string{name}, deleted)
-}
-
 // whole writes a file of one tensor.
 func whole(t testing.TB, path, name string, data []byte) {
 	t.Helper()
@@ -157,7 +140,7 @@ func whole(t testing.TB, path, name string, data []byte) {
 func TestABadPullIsRefusedBeforeAnythingIsSent(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, 16*mib)
-	put(t, m, "x", testkit.Bytes(3*mib, 1))
+	storetest.Put(t, m, "x", testkit.Bytes(3*mib, 1))
 	f := serve(t, func(c *server.Config) { c.Store = m })
 	const invalid, exhausted = codes.InvalidArgument, codes.ResourceExhausted
 	x := func(change func(s *pb.Selection)) func(r *pb.PullTensorsRequest) {
@@ -237,8 +220,8 @@ func TestABadPullIsRefusedBeforeAnythingIsSent(t *testing.T) {
 func TestABadSelectionFailsAloneAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
 	s, dir := inFolder(t)
-	put(t, s, "x", testkit.Bytes(3*mib, 1))
-	put(t, s, "tiny", make([]byte, 2<<20))
+	storetest.Put(t, s, "x", testkit.Bytes(3*mib, 1))
+	storetest.Put(t, s, "tiny", make([]byte, 2<<20))
 	var sources store.Sources
 	require.NoError(t, sources.Add("gen", store.Generator()))
 	require.NoError(t, sources.Add("boom", func(context.Context, map[string]string) (store.Reader, error) { panic(dir) }))
@@ -304,8 +287,8 @@ func TestHeldRangesAreNotSentAndNothingElseIsLeftOut(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, 16*mib)
 	data := testkit.Bytes(10*1024+1, 1)
-	put(t, m, "x", data)
-	put(t, m, "empty", nil)
+	storetest.Put(t, m, "x", data)
+	storetest.Put(t, m, "empty", nil)
 	f := serve(t, func(c *server.Config) { c.Store = m })
 	all := []uint32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
 	const last = 10 * 1024 // the only byte of the last chunk
@@ -361,7 +344,7 @@ func TestAFileThatIsDamagedFailsItsTensorsAlone(t *testing.T) {
 	s, dir := inFolder(t)
 	path := filepath.Join(dir, "model.safetensors")
 	whole(t, path, "w", testkit.Bytes(4*mib, 1))
-	put(t, s, "x", []byte("abc"))
+	storetest.Put(t, s, "x", []byte("abc"))
 	f := serve(t, func(c *server.Config) { c.Store = s })
 	both := []*pb.Selection{{Name: "model/w"}, {Name: "x"}}
 	require.Zero(t, pullAll(t, f, both...).summary(t, "model/w").GetCode())
@@ -399,7 +382,7 @@ func TestAPullThatNobodyReadsEndsAndGivesEverythingBack(t *testing.T) {
 	const idle = 200 * time.Millisecond
 	m := shelf(t, 64*mib)
 	data := testkit.Bytes(32*mib, 1)
-	put(t, m, "x", data)
+	storetest.Put(t, m, "x", data)
 	var sources store.Sources
 	require.NoError(t, sources.Add("gen", store.Generator()))
 	log := &notes{}
@@ -416,9 +399,9 @@ func TestAPullThatNobodyReadsEndsAndGivesEverythingBack(t *testing.T) {
 			saysWhy(t, state.GetMessage(), []string{"not read", "pull again"})
 			// grpc keeps what is queued behind a closed window: the connection goes.
 			testkit.Eventually(t, func() bool { return strings.Contains(log.String(), "does not read") }, "the connection's end")
-			remove(t, m, "x")
+			storetest.Remove(t, m, "x")
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "what was not read to be free")
-			put(t, m, "x", data)
+			storetest.Put(t, m, "x", data)
 			f.isEmpty(t)
 			err := error(nil)
 			for err == nil {
@@ -435,7 +418,7 @@ func TestASlowReaderThatReadsIsServedToTheEnd(t *testing.T) {
 	const idle = 200 * time.Millisecond
 	m := shelf(t, 64*mib)
 	data := testkit.Bytes(4*mib, 1)
-	put(t, m, "x", data)
+	storetest.Put(t, m, "x", data)
 	f := serve(t, func(c *server.Config) { c.Store, c.Session.ChunkIdle = m, stream.Instant(idle) })
 	h := greeting(newID())
 	h.MaxChunkBytes = 64 << 10
@@ -461,7 +444,7 @@ func TestASlowReaderThatReadsIsServedToTheEnd(t *testing.T) {
 func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, 64*mib)
-	put(t, m, "x", testkit.Bytes(32*mib, 1))
+	storetest.Put(t, m, "x", testkit.Bytes(32*mib, 1))
 	for name, cut := range map[string]func(f *fixture, end context.CancelFunc, px *proxy){
 		"by a cancel":          func(_ *fixture, end context.CancelFunc, _ *proxy) { end() },
 		"by a dead connection": func(_ *fixture, _ context.CancelFunc, px *proxy) { px.cut() },
@@ -491,9 +474,9 @@ func TestAPullCutInTheMiddleLeavesNothing(t *testing.T) {
 					used, _ := m.Used()
 					return used == 32*mib
 				}, "the tensor")
-				remove(t, m, "x")
+				storetest.Remove(t, m, "x")
 				testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "nobody to read the tensor")
-				put(t, m, "x", testkit.Bytes(32*mib, 1))
+				storetest.Put(t, m, "x", testkit.Bytes(32*mib, 1))
 				f.isEmpty(t)
 			})
 		})
@@ -650,7 +633,7 @@ func TestAPullThatPicksTooMuchKeepsNoReader(t *testing.T) {
 	m := &lent{Store: memory.New(testkit.Pool(t), 64*mib)}
 	t.Cleanup(func() { require.NoError(t, m.Close()) })
 	for i := range 12_000 {
-		put(t, m, fmt.Sprintf("t%05d", i), []byte{1})
+		storetest.Put(t, m, fmt.Sprintf("t%05d", i), []byte{1})
 	}
 	f := serveWithin(t, 4*mib, func(c *server.Config) { c.Store = m })
 	got := pullWith(t, f, &pb.PullTensorsRequest{Hello: greeting(newID()), Selections: []*pb.Selection{{Name: "*"}}})
@@ -668,7 +651,7 @@ func TestMoreNamesThanARequestHasArePulledOneAfterTheOther(t *testing.T) {
 		name := fmt.Sprintf("%04d", i)
 		r.Select = append(r.Select, client.Selection{Name: name})
 		if i != 7 && i != 2222 {
-			put(t, m, name, []byte(name))
+			storetest.Put(t, m, name, []byte(name))
 		}
 	}
 	c, err := client.Dial(f.addr, client.Config{})

@@ -28,6 +28,7 @@ import (
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/store/folder"
 	"github.com/tensorferry/tensorferry/store/memory"
+	"github.com/tensorferry/tensorferry/store/storetest"
 )
 
 // parcel is a tensor for a push: its desc and its bytes.
@@ -191,18 +192,6 @@ func inFolder(t testing.TB) (store.Store, string) {
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
 	return s, dir
-}
-
-// names lists what a store holds.
-func names(t testing.TB, s store.Store) []string {
-	t.Helper()
-	list, err := s.List(t.Context(), "", "", 10_000)
-	require.NoError(t, err)
-	out := []string{}
-	for _, i := range list {
-		out = append(out, i.Name)
-	}
-	return out
 }
 
 // transfer waits for the end of a transfer and returns what the server remembers.
@@ -409,7 +398,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 			require.False(t, s.GetDurable())
 			require.LessOrEqual(t, len(s.GetName()), 512)
 			p.stored(good)
-			require.Equal(t, []string{"good"}, names(t, m))
+			require.Equal(t, []string{"good"}, storetest.Names(t, m))
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 4<<10 }, "a store that has a page for the good one")
 			state := f.transfer(t, p.id)
 			require.Zero(t, state.GetCode(), state.GetMessage())
@@ -536,7 +525,7 @@ func TestABrokenRuleOfAPushEndsItWithTheRightStatus(t *testing.T) {
 			st := p.finish()
 			require.Equal(t, tc.code, st.Code(), st.Message())
 			saysWhy(t, st.Message(), tc.says)
-			require.Empty(t, names(t, m))
+			require.Empty(t, storetest.Names(t, m))
 			testkit.Eventually(t, func() bool { used, _ := m.Used(); return used == 0 }, "the room to come back")
 			if tc.opens {
 				state := f.transfer(t, p.id)
@@ -586,7 +575,7 @@ func TestFramesOfAPushThatChangeNothingAreIgnored(t *testing.T) {
 		p.stored(o)
 	}
 	require.Len(t, p.resp.GetSummaries(), 3)
-	require.Equal(t, []string{"a\u2026", "b", "open"}, names(t, m))
+	require.Equal(t, []string{"a\u2026", "b", "open"}, storetest.Names(t, m))
 	require.Zero(t, pullAll(t, f, &pb.Selection{Name: "a\u2026"}).summary(t, "a\u2026").GetCode())
 }
 
@@ -692,7 +681,7 @@ func TestAPushCutInTheMiddleLeavesNothing(t *testing.T) {
 			cut(t, f, p, px)
 			end := f.transfer(t, p.id)
 			require.NotZero(t, end.GetCode())
-			require.Equal(t, []string{"whole"}, names(t, s))
+			require.Equal(t, []string{"whole"}, storetest.Names(t, s))
 			testkit.Eventually(t, func() bool { return len(files(dir)) == len(before)+1 }, "the file on its way to be gone")
 			for i, ts := range end.GetTensors() {
 				require.False(t, ts.GetOpen())

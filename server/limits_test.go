@@ -29,6 +29,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/stream"
 )
 
@@ -223,7 +224,7 @@ func TestAMessageOfTheLimitArrivesAndALargerOneDoesNot(t *testing.T) {
 	st := p.finish()
 	require.Equal(t, codes.ResourceExhausted, st.Code())
 	saysWhy(t, st.Message(), []string{fmt.Sprint(limit + 1), fmt.Sprint(limit)})
-	require.Equal(t, []string{"x"}, names(t, m))
+	require.Equal(t, []string{"x"}, storetest.Names(t, m))
 }
 
 func TestLimitsOfAPushAreReachedAndNotPassed(t *testing.T) {
@@ -342,7 +343,7 @@ func TestRefusedTensorsOfAPushStayFewBytes(t *testing.T) {
 func TestTransfersOverTheLimitAreRefusedAsLater(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, mib)
-	put(t, m, "x", []byte("abc"))
+	storetest.Put(t, m, "x", []byte("abc"))
 	f := serve(t, func(c *server.Config) { c.Store, c.Transfers = m, 6 })
 	stub := pb.NewTensorServiceClient(f.dial(t))
 	ctx, cancel := context.WithCancel(t.Context())
@@ -388,7 +389,7 @@ func TestAStoreThatIsFullSaysSoAndTakesMoreLater(t *testing.T) {
 	second.announce(b)
 	second.deliver(b, 0)
 	second.stored(b)
-	require.Equal(t, []string{"b"}, names(t, m))
+	require.Equal(t, []string{"b"}, storetest.Names(t, m))
 }
 
 // asking is a small call of one input.
@@ -500,8 +501,8 @@ func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
 func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 	testkit.Start(t)
 	s, dir := inFolder(t)
-	put(t, s, "x", []byte("abc"))
-	put(t, s, "y", []byte("abc"))
+	storetest.Put(t, s, "x", []byte("abc"))
+	storetest.Put(t, s, "y", []byte("abc"))
 	whole(t, filepath.Join(dir, "model.safetensors"), "w", []byte("abcd"))
 	f := serve(t, func(c *server.Config) { c.Store = s })
 	stub := pb.NewTensorServiceClient(f.dial(t))
@@ -548,7 +549,7 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 			require.Equal(t, tc.code, st.Code(), st.Message())
 			saysWhy(t, st.Message(), tc.says)
 			require.NotContains(t, st.Message(), dir)
-			require.Equal(t, []string{"model/w", "x", "y"}, names(t, s), "nothing was removed")
+			require.Equal(t, []string{"model/w", "x", "y"}, storetest.Names(t, s), "nothing was removed")
 		})
 	}
 	// 1024 that pick the same are no more work than one.
@@ -556,8 +557,8 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, []string{"x", "y"}, r.GetDeleted())
 	// A name is taken as it is before it is a glob.
-	put(t, s, "a?", []byte("abc"))
-	put(t, s, "ab", []byte("abc"))
+	storetest.Put(t, s, "a?", []byte("abc"))
+	storetest.Put(t, s, "ab", []byte("abc"))
 	for _, want := range []string{"a?", "ab"} {
 		r, err := stub.DeleteTensors(t.Context(), &pb.DeleteTensorsRequest{Names: []string{"a?"}})
 		require.NoError(t, err)
@@ -573,7 +574,7 @@ func TestABadRequestAboutTheStoreIsRefusedAndSaysWhy(t *testing.T) {
 func TestARequestOfManyPartsIsRefusedBeforeTheyAreMade(t *testing.T) {
 	testkit.Start(t)
 	m := shelf(t, mib)
-	put(t, m, "x", []byte("abc"))
+	storetest.Put(t, m, "x", []byte("abc"))
 	f := serve(t, func(c *server.Config) { c.Store = m })
 	const limit = 16 << 10
 	for by := range 2 {
@@ -616,16 +617,16 @@ func TestAListComesInPagesOfTheLimit(t *testing.T) {
 		}
 	}
 	for i := range 1000 {
-		put(t, m, fmt.Sprintf("%04d%s", i, strings.Repeat("n", 100)), []byte{1})
+		storetest.Put(t, m, fmt.Sprintf("%04d%s", i, strings.Repeat("n", 100)), []byte{1})
 	}
 	require.Equal(t, []int{1000}, pages(0))
-	put(t, m, "one more", []byte{1})
+	storetest.Put(t, m, "one more", []byte{1})
 	for _, size := range []uint32{0, 1000, 1001, 1<<32 - 1} {
 		require.Equal(t, []int{1000, 1}, pages(size))
 	}
 	require.Equal(t, []int{500, 500, 1}, pages(500))
 	for i := range 300 { // a page ends before its names have more than 128 KiB
-		put(t, m, fmt.Sprintf("z%03d%s", i, strings.Repeat("n", 508)), []byte{1})
+		storetest.Put(t, m, fmt.Sprintf("z%03d%s", i, strings.Repeat("n", 508)), []byte{1})
 	}
 	require.Equal(t, []int{1000, 253, 48}, pages(0))
 	r, err := stub.ListTensors(t.Context(), &pb.ListTensorsRequest{PageToken: strings.Repeat("\uffff", 100_000)})

@@ -25,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -83,7 +84,7 @@ func TestAnswersThatNobodyReadsEndTheirConnection(t *testing.T) {
 				})
 				if name == "ListTensors" {
 					for i := range 300 {
-						put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
+						storetest.Put(t, m, strings.Repeat("x", 500)+fmt.Sprint(i), []byte{1})
 					}
 				}
 				// A window that does not grow.

@@ -24,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/store/folder"
 	"github.com/tensorferry/tensorferry/store/memory"
+	"github.com/tensorferry/tensorferry/store/storetest"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -218,7 +219,7 @@ func TestAStoreThatIsAwayIsTriedAgainLater(t *testing.T) {
 		c.Store, c.Log = a, log.log()
 	})
 	defer func() { require.NoError(t, a.Close()) }()
-	put(t, a.Store, "x", []byte{1})
+	storetest.Put(t, a.Store, "x", []byte{1})
 	c, err := client.Dial(f.addr, client.Config{})
 	require.NoError(t, err)
 	defer c.Close()
@@ -268,7 +269,7 @@ func TestAStoreWaitsNoLongerThanItsCaller(t *testing.T) {
 		c.Store = a
 	})
 	defer func() { require.NoError(t, a.Close()) }()
-	put(t, a.Store, "x", []byte{1})
+	storetest.Put(t, a.Store, "x", []byte{1})
 	c, err := client.Dial(f.addr, client.Config{})
 	require.NoError(t, err)
 	defer c.Close()
