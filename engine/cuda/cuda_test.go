@@ -904,7 +904,7 @@ func TestAModelTellsWhatItTakesOnTheDevice(t *testing.T) {
 func TestTheDriverDescribesItsDevices(t *testing.T) {
 	r := newRig(t)
 	r.Fake()
-	all, err := cuda.Devices(r.path)
+	all, err := cuda.Devices(cuda.Config{Library: r.path})
 	require.NoError(t, err)
 	require.Equal(t, []cuda.Device{
 		{Name: "Fake GPU 0", Memory: 64 * mib, Major: 8, Driver: 12040}, {Name: "Fake GPU 1", Memory: 64 * mib, Major: 8, Driver: 12040},

@@ -21,7 +21,7 @@ func (*device) close() {}
 func Open(Config) (*Host, error) { return nil, errOff }
 
 // Devices fails as Open does.
-func Devices(string) ([]Device, error) { return nil, errOff }
+func Devices(Config) ([]Device, error) { return nil, errOff }
 
 // Builtins returns no models.
 func Builtins(*Host) []engine.Model { return nil }

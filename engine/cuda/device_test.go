@@ -41,9 +41,6 @@ func library(t testing.TB) (path string, less int64) {
 	return fakecuda.Build(t, fakecuda.Options{}), 16
 }
 
-// DevicesOf is Devices of a driver that may hang for less.
-var DevicesOf = devices
-
 func openDevice(t testing.TB, library string) *Host {
 	h, err := Open(Config{Library: library, PinnedBytes: 1 << 30})
 	require.NoError(t, err)
@@ -122,9 +119,9 @@ func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
 
 func TestTheDriverIsLookedForInTwoPlaces(t *testing.T) {
 	path, _ := library(t)
-	_, err := openFirst(slog.Default(), "/no/such/library", path)
+	_, _, _, err := openDriver(slog.Default(), "/no/such/library", path)
 	require.NoError(t, err)
-	_, err = openFirst(slog.Default(), "/no/such/library", "/nor/such")
+	_, _, _, err = openDriver(slog.Default(), "/no/such/library", "/nor/such")
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 	require.ErrorContains(t, err, "/no/such/library")
 }

@@ -59,33 +59,29 @@ func bounded[T any](hang time.Duration, open func() (T, error), undo func(T)) (T
 	}
 }
 
-// openDriver sets defaults and counts devices. Errors wrap engine.ErrUnavailable.
-func (c *Config) openDriver() (d *driver, devices, version int, err error) {
-	c.setDefaults()
-	libraries := []string{c.Library}
-	if c.Library == defaultLibrary {
-		libraries = append(libraries, mountedLibrary)
-	}
-	if d, err = openFirst(c.Log, libraries...); err == nil {
-		devices, version, err = d.count()
-	}
-	return d, devices, version, err
-}
-
-// openFirst opens the first library that there is, and says why the first is not if none is.
-func openFirst(log *slog.Logger, libraries ...string) (*driver, error) {
-	var why error
+// openDriver opens the first library that there is, and counts devices. Errors wrap
+// engine.ErrUnavailable, and say why the first library is not.
+func openDriver(log *slog.Logger, libraries ...string) (d *driver, devices, version int, err error) {
 	for _, library := range libraries {
-		d, err := openOne(library, log)
-		if err == nil {
-			return d, nil
+		d, bad := openLibrary(library, log)
+		if bad == nil {
+			devices, version, err = d.count()
+			return d, devices, version, err
 		}
-		why = cmp.Or(why, err)
+		err = cmp.Or(err, bad)
 	}
-	return nil, why
+	return nil, 0, 0, err
 }
 
-func openOne(library string, log *slog.Logger) (*driver, error) {
+// libraries are where the driver is looked for.
+func (c *Config) libraries() []string {
+	if c.Library == defaultLibrary {
+		return []string{defaultLibrary, mountedLibrary}
+	}
+	return []string{c.Library}
+}
+
+func openLibrary(library string, log *slog.Logger) (*driver, error) {
 	opened.Lock()
 	defer opened.Unlock()
 	d := &driver{opened.byName[library], log}
@@ -148,16 +144,12 @@ func (d *driver) describe(i, version int) (Device, error) {
 	return Device{C.GoString(name), int64(memory), int(major), int(minor), version}, nil
 }
 
-// Devices opens a driver, libcuda.so.1 if library is empty, and describes its
-// devices, one or more. It waits for two minutes at most. Errors wrap engine.ErrUnavailable.
-func Devices(name string) ([]Device, error) {
-	return devices(Config{Library: name})
-}
-
-func devices(c Config) ([]Device, error) {
+// Devices opens a driver and describes its devices, one or more. Of c it reads Library, Hang,
+// four times which it waits at most, and Log. Errors wrap engine.ErrUnavailable.
+func Devices(c Config) ([]Device, error) {
 	c.setDefaults()
 	return bounded(c.Hang, func() ([]Device, error) {
-		d, n, version, err := c.openDriver()
+		d, n, version, err := openDriver(c.Log, c.libraries()...)
 		if err != nil {
 			return nil, err
 		}

@@ -119,7 +119,7 @@ func TestADriverThatHangsIsNotWaitedForLongToDescribeItsDevices(t *testing.T) {
 			r := newRig(t)
 			r.Control("hang " + name)
 			err := soon(func() error {
-				_, err := cuda.DevicesOf(cuda.Config{Library: r.path, Hang: 25 * time.Millisecond})
+				_, err := cuda.Devices(cuda.Config{Library: r.path, Hang: 25 * time.Millisecond})
 				return err
 			})(t)
 			require.ErrorIs(t, err, engine.ErrUnavailable)

@@ -13,7 +13,7 @@ import (
 
 func TestWithoutCgoEverythingSaysSo(t *testing.T) {
 	_, opened := cuda.Open(cuda.Config{})
-	_, listed := cuda.Devices("")
+	_, listed := cuda.Devices(cuda.Config{})
 	_, made := cuda.Stack(nil, nil)
 	for _, err := range []error{opened, listed, made} {
 		require.ErrorIs(t, err, engine.ErrUnavailable)

@@ -272,8 +272,9 @@ type pieces struct {
 	queue []piece
 	got   int64 // bytes
 	over  bool
-	rest  []byte // of the piece that Read reads
-	done  func() // gives that piece back
+	rest  []byte          // of the piece that Read reads
+	done  func()          // gives that piece back
+	ended <-chan struct{} // for Read: nothing more is waited for
 }
 
 type piece struct {
@@ -363,25 +364,17 @@ func (p *pieces) drop() {
 	}
 }
 
-// reader reads pieces for a push, which keeps what it reads.
-type reader struct {
-	*pieces
-	over <-chan struct{}
-}
-
-// Read implements io.Reader.
-func (r reader) Read(to []byte) (int, error) {
-	if len(r.rest) == 0 {
-		data, release, err := r.next(r.over)
-		if err != nil {
+// Read implements io.Reader, for a push, which keeps what it reads.
+func (p *pieces) Read(to []byte) (n int, err error) {
+	if len(p.rest) == 0 {
+		if p.rest, p.done, err = p.next(p.ended); err != nil {
 			return 0, err
 		}
-		r.rest, r.done = data, release
 	}
-	n := copy(to, r.rest)
-	if r.rest = r.rest[n:]; len(r.rest) == 0 { // the guest may wait for it, to send the next tensor
-		r.done()
-		r.done = nil
+	n = copy(to, p.rest)
+	if p.rest = p.rest[n:]; len(p.rest) == 0 { // the guest may wait for it, to send the next tensor
+		p.done()
+		p.done = nil
 	}
 	return n, nil
 }

@@ -63,8 +63,8 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		numbers := make(map[string]uint32)
 		for i := range p.Tensors {
 			numbers[p.Tensors[i].Name] = uint32(i)
-			if o.inputs[i] != nil {
-				p.Tensors[i].Reader = reader{o.inputs[i], o.ctx.Done()}
+			if from := o.inputs[i]; from != nil {
+				from.ended, p.Tensors[i].Reader = o.ctx.Done(), from
 			}
 		}
 		if m.Flags&link.Regions != 0 {

@@ -354,7 +354,7 @@ func elsewhere(err error, hint string) error {
 func Available(name, driver string) error {
 	err := checkEngine(name)
 	if err == nil && name != AutoEngine && name != CPUEngine {
-		_, err = cuda.Devices(driver)
+		_, err = cuda.Devices(cuda.Config{Library: driver})
 	}
 	return elsewhere(err, "use --engine auto or cpu")
 }
