@@ -7,11 +7,13 @@
 package blocks
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/slab"
@@ -55,6 +57,8 @@ type Config struct {
 	// Spill, if it is set, is where results go that wait for their taker while others
 	// wait for Budget: ordinary memory, where that of the pool is scarce.
 	Spill *Spill
+	// CloseWait is how long a run that is closed waits for its blocks and results. Zero means 5 s.
+	CloseWait time.Duration
 	// Gauges, if it is set, is what there is to measure, for all models: as engine.Gauger.
 	Gauges func() []engine.Gauge
 }
@@ -88,6 +92,7 @@ type Engine struct {
 
 // New returns an engine. It starts nothing; what it consists of stays the caller's.
 func New(c Config) *Engine {
+	c.CloseWait = cmp.Or(c.CloseWait, closeWait)
 	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
 	if c.Spill != nil {
 		c.Budget.Reclaim(e.spare)

@@ -385,7 +385,7 @@ func (r *run) Stats() engine.Stats {
 }
 
 // Close implements engine.Run. It waits for running blocks and unreleased results, at
-// most five seconds. What is in use then stays the run's, and its budget's, until it is
+// most Config.CloseWait. What is in use then stays the run's, and its budget's, until it is
 // not. Blocks that still run are a *LostError; results still held, or unread by a peer,
 // are no error. A second Close does nothing and returns ErrClosed.
 func (r *run) Close() error {
@@ -402,7 +402,7 @@ func (r *run) Close() error {
 		r.mu.Lock()
 	}
 	if r.active+r.unclaimed > 0 {
-		timeout := time.NewTimer(closeWait)
+		timeout := time.NewTimer(r.engine.cfg.CloseWait)
 		defer timeout.Stop()
 		for late := false; r.active+r.unclaimed > 0 && !late; {
 			r.mu.Unlock()
@@ -418,7 +418,7 @@ func (r *run) Close() error {
 	if r.active > 0 {
 		r.stopped = make(chan struct{})
 		err = &engine.LostError{
-			Text:  fmt.Sprintf("model %q: %d blocks still run %v after Close", r.info.Name, r.active, closeWait),
+			Text:  fmt.Sprintf("model %q: %d blocks still run %v after Close", r.info.Name, r.active, r.engine.cfg.CloseWait),
 			Ended: r.stopped,
 		}
 	}

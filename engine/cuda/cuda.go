@@ -39,6 +39,8 @@ type Config struct {
 	Lost func()
 	// Log hears what becomes of the device; nil means slog.Default().
 	Log *slog.Logger
+
+	closing time.Duration // closeWait, but in tests
 }
 
 func (c *Config) setDefaults() {
@@ -46,6 +48,7 @@ func (c *Config) setDefaults() {
 	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), defaultPinned)
 	c.Hang = cmp.Or(max(c.Hang, 0), hangWait)
 	c.Log = cmp.Or(c.Log, slog.Default())
+	c.closing = cmp.Or(c.closing, closeWait)
 	if c.Lost == nil {
 		c.Lost = func() {}
 	}

@@ -29,11 +29,11 @@ import (
 // 64 of them did no more calls together than one alone (H200, November 2026).
 type device struct {
 	*driver
-	hang   time.Duration
-	tell   func() // that it is lost
-	c      *C.tf_device
-	pinned *pinned
-	engine *blocks.Engine
+	hang, closing time.Duration
+	tell          func() // that it is lost
+	c             *C.tf_device
+	pinned        *pinned
+	engine        *blocks.Engine
 
 	// The submitter's.
 	kernels map[reflect.Type]C.tf_launch // by the type of their launches, which this begins
@@ -65,7 +65,7 @@ type lane struct {
 
 func newDevice(d *driver, c Config, about Device) (*device, error) {
 	v := &device{
-		driver: d, hang: c.Hang, tell: c.Lost, weights: make(map[*weights]struct{}),
+		driver: d, hang: c.Hang, closing: c.closing, tell: c.Lost, weights: make(map[*weights]struct{}),
 		c:        (*C.tf_device)(C.calloc(1, C.sizeof_tf_device)),
 		uploaded: make(chan *lane, lanes), computed: make(chan *lane, lanes),
 	}
@@ -219,7 +219,7 @@ func (v *device) ask(do func(dead error) error) error {
 				err = fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
 			}
 			return err
-		case <-time.After(closeWait):
+		case <-time.After(v.closing):
 			if v.engine.State() != blocks.Alive { // it hangs, or its reset does
 				return fmt.Errorf("%w: cuda: the device does not answer", engine.ErrUnavailable)
 			}
@@ -567,7 +567,7 @@ func (v *device) close() {
 	}()
 	select {
 	case <-ended:
-	case <-time.After(closeWait):
+	case <-time.After(v.closing):
 		v.log.Error("device does not end its blocks; what they use is left to it")
 	}
 }

@@ -129,7 +129,7 @@ func TestADriverThatHangsIsNotWaitedForLongToDescribeItsDevices(t *testing.T) {
 	}
 }
 
-// They hang side by side, each on a driver of its own: a run waits five seconds for its blocks.
+// They hang side by side, each on a driver of its own: a run waits a second for its blocks.
 func TestADriverThatHangsHoldsUpNobodyForLong(t *testing.T) {
 	r := newRig(t)
 	r.Fake()
@@ -150,7 +150,7 @@ func TestADriverThatHangsHoldsUpNobodyForLong(t *testing.T) {
 }
 
 func (tc hang) test(t *testing.T, r *rig, opening *sync.Mutex) {
-	c := r.config(48 * mib)
+	c := r.config(48 * mib).Closing(time.Second)
 	if tc.by != nobody {
 		c.Hang = time.Second
 	}

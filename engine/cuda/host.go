@@ -40,7 +40,7 @@ func open(c Config) (*Host, error) {
 		name: fmt.Sprintf("cuda:%d", c.Device), device: v,
 		pool: slab.NewPool(c.PinnedBytes, v.pinned), budget: slab.NewBudget("pinned", c.PinnedBytes),
 	}
-	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill, Gauges: h.gauges})
+	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill, CloseWait: c.closing, Gauges: h.gauges})
 	v.run(h.engine)
 	return h, nil
 }

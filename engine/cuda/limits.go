@@ -27,7 +27,7 @@ const (
 	// openHangs is how many times hangWait a device has to open: a driver starts every GPU
 	// of the machine before it answers, which takes seconds each.
 	openHangs = 4
-	// closeWait is how long Close waits for blocks that are on the device.
+	// closeWait is how long Close, and a run that is closed, waits for blocks that are on the device.
 	closeWait = 5 * time.Second
 	// textBytes has room for what the driver's compiler says of a faulty image.
 	textBytes = 4 << 10
