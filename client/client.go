@@ -159,7 +159,7 @@ func Dial(target string, cfg Config) (c *Client, err error) {
 	}
 	c = &Client{target: target, tally: newTally(), open: newBreaker(cfg.BreakAfter), authority: new(atomic.Value), dials: dials{news: make(chan struct{})}, pool: slab.NewPool(poolBytes, slab.System), opening: make(chan struct{}, 1)}
 	options := []grpc.DialOption{
-		grpc.WithTransportCredentials(noted{cfg.Credentials, c.authority, &c.dials}),
+		grpc.WithTransportCredentials(noted{cfg.Credentials, c}),
 		grpc.WithContextDialer(c.dial),
 		grpc.WithChainUnaryInterceptor(c.unary),
 		grpc.WithChainStreamInterceptor(c.streams),

@@ -20,31 +20,34 @@ import (
 // all connections of a client, and what became of an attempt to connect.
 type noted struct {
 	credentials.TransportCredentials
-	in    *atomic.Value
-	dials *dials
+	client *Client
 }
 
 // ClientHandshake secures a connection.
 func (n noted) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	n.in.Store(authority)
+	n.client.authority.Store(authority)
 	conn, info, err := n.TransportCredentials.ClientHandshake(ctx, authority, raw)
 	if err != nil {
-		n.dials.end(unsecured, err)
+		n.client.dials.end(notSecured(err))
 	}
-	return &answering{Conn: conn, dials: n.dials}, info, err
+	return &answering{Conn: conn, client: n.client}, info, err
 }
 
 // answering is a connection whose attempt ends when its peer says something, or has gone.
 type answering struct {
 	net.Conn
-	dials *dials
-	heard atomic.Bool
+	client *Client
+	heard  atomic.Bool
 }
 
 func (a *answering) Read(p []byte) (n int, err error) {
 	if n, err = a.Conn.Read(p); !a.heard.Load() {
 		a.heard.Store(n > 0)
-		a.dials.end(noPreface+": ", err)
+		if err != nil {
+			a.client.dials.end(a.client.notAnswered(err))
+		} else {
+			a.client.dials.end(nil)
+		}
 	}
 	return n, err
 }
@@ -92,28 +95,32 @@ func (c *Client) dialLane(ctx context.Context, to net.Addr) (net.Conn, error) {
 type dials struct {
 	mu    sync.Mutex
 	ended int           // attempts
-	err   error         // of the last one, as a status; nil: the peer has answered
+	err   *Error        // of the last one; nil: the peer has answered
 	news  chan struct{} // closed when the next one ends
 	next  time.Time     // when the next one may be asked for
 	asked bool          // somebody has asked for it
 }
 
-// end notes the end of an attempt, with its error after what gRPC says in front of one.
-func (d *dials) end(says string, err error) {
+// end notes the end of an attempt, with its error. d keeps the error.
+func (d *dials) end(err *Error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.ended++
-	if d.err = nil; err != nil {
-		d.err = unreachable(says, err)
+	if d.err = err; err != nil {
+		err.away, err.Refused = true, true
 	}
 	close(d.news)
 	d.news = make(chan struct{})
 }
 
+// last returns how many attempts have ended, and a copy of the error of the last one.
 func (d *dials) last() (ended int, news <-chan struct{}, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.ended, d.news, d.err
+	if d.err != nil {
+		err = d.err.refused()
+	}
+	return d.ended, d.news, err
 }
 
 // ask has reset called, which has gRPC dial, once for all who ask, and redialEvery after the last
@@ -141,7 +148,7 @@ func (c *Client) dial(ctx context.Context, address string) (net.Conn, error) {
 	}
 	conn, err := c.cfg.dial(ctx, network, address)
 	if err != nil {
-		c.dials.end(dialFailed, err)
+		c.dials.end(c.notDialed(err))
 	}
 	return conn, err
 }
@@ -151,7 +158,14 @@ func (c *Client) dial(ctx context.Context, address string) (net.Conn, error) {
 func (c *Client) fresh(ctx context.Context, begin func() error) error {
 	until := time.Now().Add(c.cfg.Wait)
 	seen, _, _ := c.dials.last()
-	err := begin()
+	try := func() error {
+		err := begin()
+		if _, _, why := c.dials.last(); why != nil && notSent(err) { // gRPC has only its text
+			return why
+		}
+		return err
+	}
+	err := try()
 	ended, news, why := c.dials.last()
 	switch {
 	case !notSent(err):
@@ -165,7 +179,7 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 		case <-news:
 		case <-time.After(redialEvery): // gRPC may have been connecting when it was asked
 			if c.conn.GetState() != connectivity.TransientFailure {
-				return begin()
+				return try()
 			}
 			continue
 		case <-ctx.Done():
@@ -179,7 +193,7 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 			ready, cancel := context.WithTimeout(ctx, readyWait)
 			c.conn.WaitForStateChange(ready, connectivity.TransientFailure)
 			cancel()
-			return begin()
+			return try()
 		}
 		err = why
 	}

@@ -344,7 +344,7 @@ func (p *pull) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		if t.sum != nil { // the first counts
 			break
 		}
-		t.sum = cmp.Or(e.Summary, &frame.Summary{Code: e.Code, Message: e.Text})
+		t.sum = cmp.Or(e.Summary, &frame.Summary{Code: e.Code, Message: e.Text, Reason: e.Reason})
 		t.sum.Message = frame.Clip(t.sum.Message, min(frame.TextBytes, pullTextBytes-p.textBytes))
 		p.textBytes += len(t.sum.Message)
 		if t.sum.Code == frame.OK {
@@ -396,7 +396,7 @@ func (p *pull) add(t *pulled) {
 func (p *pull) fail(t *pulled, err error) {
 	code, text := frame.FailedPrecondition, "the client cannot take the tensor"
 	if se, ok := errors.AsType[*frame.Error](err); ok {
-		if err = (&Error{Code: codes.Code(se.Code), Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}); se.Code == frame.DataLoss && !t.held {
+		if err = (&Error{Code: codes.Code(se.Code), Reason: se.Reason, Message: fmt.Sprintf("tensor %q: %s", t.Name, se.Text)}); se.Code == frame.DataLoss && !t.held {
 			code, text, p.told = se.Code, se.Text, true
 		}
 	}

@@ -41,8 +41,9 @@ func (c *Client) attempt() (settled func(error), err error) {
 		return func(error) {}, nil
 	}
 	if settled, err = c.open.Allow(); err != nil {
-		return nil, &Error{Code: codes.Unavailable, RetryAfter: breakFor, Refused: true, Cause: fmt.Errorf(
-			"%w: %d in a row; the next is made within %v", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)}
+		own := failed(fmt.Errorf("%w: %d in a row; the next is made within %v", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)).refused()
+		own.RetryAfter = breakFor
+		return nil, own
 	}
 	return settled, nil
 }

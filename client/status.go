@@ -2,10 +2,13 @@ package client
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
-	"slices"
+	"io"
+	"net"
 	"strings"
+	"syscall"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -14,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -23,30 +27,31 @@ var (
 	ErrClosed = errors.New("client: closed")
 	// ErrDraining is wrapped when the server takes no new calls: open a session on another
 	// server, or later.
-	ErrDraining = errors.New("client: server is draining")
+	ErrDraining = reason.New(reason.Draining, "client: server is draining")
 	// ErrNoAnswer is wrapped when a server is silent for longer than OpenTimeout or
 	// StallTimeout: it hangs, or is not a tensorferry server.
-	ErrNoAnswer = errors.New("client: no answer")
+	ErrNoAnswer = reason.New(reason.NoAnswer, "client: no answer")
 	// ErrNoConnection is wrapped when nothing listens at the server's address, or it cannot
 	// be reached.
-	ErrNoConnection = errors.New("client: no connection")
+	ErrNoConnection = reason.New(reason.NoConnection, "client: no connection")
 	// ErrHostNotFound is wrapped when the host of the server's address cannot be resolved.
-	ErrHostNotFound = errors.New("client: host not found")
+	ErrHostNotFound = reason.New(reason.HostNotFound, "client: host not found")
 	// ErrNotServer is wrapped when what answers is not a tensorferry server.
-	ErrNotServer = errors.New("client: not a tensorferry server")
+	ErrNotServer = reason.New(reason.NotServer, "client: not a tensorferry server")
 	// ErrInputIdle is wrapped when the caller's Reader, Next or Writer blocked for longer
 	// than Config.InputIdle.
-	ErrInputIdle = errors.New("client: input or output idle")
+	ErrInputIdle = reason.New(reason.InputIdle, "client: input or output idle")
 	// ErrInput is wrapped when an input, or a request, is invalid.
-	ErrInput = errors.New("client: bad input")
+	ErrInput = reason.New(reason.Input, "client: bad input")
 	// ErrCircuitOpen is wrapped while Config.BreakAfter allows no attempt.
-	ErrCircuitOpen = errors.New("client: too many attempts have failed")
+	ErrCircuitOpen = reason.New(reason.CircuitOpen, "client: too many attempts have failed")
 )
 
 // Error is the failure of a call, a session or a transfer. status.FromError returns its
 // code.
 type Error struct {
 	Code       codes.Code
+	Reason     reason.Reason // one of package reason, or empty if the code says it all
 	Message    string        // of the server, or empty where there is a Cause
 	RetryAfter time.Duration // 0 unless waiting helps
 	Cause      error         // what happened on this side, if anything
@@ -54,6 +59,7 @@ type Error struct {
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 
 	until error // what ended the wait for another attempt, if anything
+	away  bool  // there was no connection
 }
 
 // Error returns the cause, or else code and message.
@@ -80,19 +86,12 @@ func (e *Error) Unwrap() error { return e.Cause }
 // GRPCStatus returns the failure as a gRPC status.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
 
+// Row returns what package reason says of the failure.
+func (e *Error) Row() reason.Row { return reason.Find(e.Reason, frame.Code(e.Code).String()) }
+
 // Retryable reports whether the same can succeed later. Whether something then happens twice is
 // another question: see Refused.
-func (e *Error) Retryable() bool {
-	switch e.Code {
-	case codes.Unavailable:
-		return !errors.Is(e.Cause, ErrHostNotFound) && !errors.Is(e.Cause, ErrNotServer)
-	case codes.DeadlineExceeded:
-		return errors.Is(e.Cause, ErrNoAnswer)
-	case codes.Aborted, codes.DataLoss:
-		return true
-	}
-	return e.RetryAfter > 0
-}
+func (e *Error) Retryable() bool { return e.RetryAfter > 0 || e.Row().Retry }
 
 func retryable(err error) bool {
 	own, ok := errors.AsType[*Error](err)
@@ -119,7 +118,7 @@ func codeOf(err error) codes.Code { return status.Code(err) }
 
 // noAnswer is the error of OpenTimeout.
 func (c *Client) noAnswer() *Error {
-	return &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.target, c.cfg.OpenTimeout)}
+	return failed(fmt.Errorf("%w from %s within %v; is it a tensorferry server?", ErrNoAnswer, c.target, c.cfg.OpenTimeout))
 }
 
 // causeError returns the error for what this side ended.
@@ -127,47 +126,90 @@ func causeError(cause error) *Error {
 	if own, ok := errors.AsType[*Error](cause); ok {
 		return own
 	}
-	if errors.Is(cause, context.DeadlineExceeded) || errors.Is(cause, ErrInputIdle) {
+	switch {
+	case errors.Is(cause, context.DeadlineExceeded):
 		return &Error{Code: codes.DeadlineExceeded, Cause: cause}
-	}
-	if errors.Is(cause, ErrInput) { // the caller's reader failed
-		return &Error{Code: codes.InvalidArgument, Cause: cause}
+	case reason.Of(cause) != "":
+		return failed(cause)
 	}
 	return &Error{Code: codes.Canceled, Cause: cause}
 }
 
+// failed returns the error for a cause that carries a reason.
+func failed(cause error) *Error {
+	why := reason.Of(cause)
+	return &Error{Code: codes.Code(frame.CodeOf(why)), Reason: why, Cause: cause}
+}
+
 // refused returns the error for what the server ended, or nil.
-func refused(id tensor.ID, code frame.Code, text string, retryMillis uint32) error {
+func refused(id tensor.ID, code frame.Code, why reason.Reason, text string, retryMillis uint32) error {
 	if code == frame.OK {
 		return nil
 	}
-	return &Error{Code: codes.Code(code.Known()), Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond, Call: id}
+	return &Error{Code: codes.Code(code.Known()), Reason: why, Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond, Call: id}
 }
 
-// Conditions that gRPC reports only in its texts. No other texts are matched.
+// Conditions that gRPC reports only in its texts. No other texts are matched, and a test
+// provokes each.
 const (
-	unsecured    = "authentication handshake failed: " // every such failure is UNAVAILABLE
-	notConnected = "connection error: desc = "
+	notConnected = "connection error: desc = "      // the connection that the RPC waited for
 	noProtocol   = "missing selected ALPN property" // TLS, but not for HTTP/2
-	dialFailed   = "Error while dialing: "
-	noPreface    = "error reading server preface" // not HTTP/2
+	noPreface    = "error reading server preface"   // not HTTP/2
 	otherHTTP    = "unexpected HTTP status code received from server"
 	otherType    = "transport: received unexpected content-type"
 )
 
-// unreachable is gRPC's error for an attempt to connect that failed.
-func unreachable(says string, err error) error {
-	return status.Error(codes.Unavailable, notConnected+says+err.Error())
-}
-
 // notSent reports whether an RPC failed for want of a connection.
 func notSent(err error) bool {
+	if own, ok := errors.AsType[*Error](err); ok {
+		return own.away
+	}
 	return status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), notConnected)
 }
 
-// refusals are prefixes of handshake errors of identity and crypto/tls: one side refused
-// the other. Any other text is about the connection.
-var refusals = []string{"identity: ", "tls: ", "remote error: tls: ", "x509: "}
+// notDialed returns the error of an attempt to connect.
+func (c *Client) notDialed(err error) *Error {
+	if _, ok := errors.AsType[*net.DNSError](err); ok {
+		return failed(fmt.Errorf("%w: %s", ErrHostNotFound, c.target))
+	}
+	return failed(fmt.Errorf("%w: %w", ErrNoConnection, err))
+}
+
+// notSecured returns the error of a handshake. Whatever is not about the connection says that
+// one side refused the other.
+func notSecured(err error) *Error {
+	alert, alerted := errors.AsType[tls.AlertError](err)
+	_, network := errors.AsType[net.Error](err)
+	e := &Error{Code: codes.Unauthenticated, Reason: reason.Of(err), Message: strings.TrimPrefix(err.Error(), "identity: ")}
+	switch {
+	case alert == certificateRequired:
+		e.Reason = reason.CertRequired
+	case !alerted && (network || hungUp(err) || errors.Is(err, context.Canceled)):
+		e.Code = codes.Unavailable
+	}
+	return e
+}
+
+// certificateRequired is the alert with which a server of TLS 1.3 refuses a client without a
+// certificate (RFC 8446, section 6).
+const certificateRequired tls.AlertError = 116
+
+// notAnswered returns the error of a connection whose peer has said nothing.
+func (c *Client) notAnswered(err error) *Error {
+	if _, ok := errors.AsType[tls.AlertError](err); ok { // the handshake's last word
+		return notSecured(fmt.Errorf("the server ended the handshake: %w", err))
+	}
+	if hungUp(err) {
+		return failed(fmt.Errorf("%w: %s ends connections at once: an overloaded server does, one that is ending, or another kind of server", ErrNoConnection, c.target))
+	}
+	return c.notServer()
+}
+
+func (c *Client) notServer() *Error { return failed(fmt.Errorf("%w: %s", ErrNotServer, c.target)) }
+
+func hungUp(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+}
 
 // sessionError returns why a session ended.
 func (c *Client) sessionError(err error) *Error {
@@ -179,35 +221,26 @@ func (c *Client) sessionError(err error) *Error {
 	case errors.Is(err, ErrClosed), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return causeError(err)
 	case errors.As(err, &se):
-		return &Error{Code: codes.Code(se.Code), Message: se.Text}
+		return &Error{Code: codes.Code(se.Code), Reason: se.Reason, Message: se.Text}
 	case errors.Is(err, session.ErrPeerClosed):
 		return &Error{Code: codes.Unavailable, Message: "the server ended the session"}
 	}
 	st := status.Convert(err)
 	e := &Error{Code: st.Code(), Message: st.Message()}
 	for _, d := range st.Details() {
-		if retry, ok := d.(*errdetails.RetryInfo); ok {
-			e.RetryAfter = retry.GetRetryDelay().AsDuration()
+		switch d := d.(type) {
+		case *errdetails.RetryInfo:
+			e.RetryAfter = d.GetRetryDelay().AsDuration()
+		case *errdetails.ErrorInfo:
+			if d.GetDomain() == reason.Domain {
+				e.Reason = reason.Parse(d.GetReason())
+			}
 		}
 	}
 	away, says := e.Code == codes.Unavailable, func(text string) bool { return strings.Contains(e.Message, text) }
-	switch {
-	case away && says(noPreface) && (says(noPreface+": EOF") || says("connection reset by peer") || says("broken pipe")):
-		e.Cause = fmt.Errorf("%w: %s ends connections at once: an overloaded server does, one that is ending, or another kind of server", ErrNoConnection, c.target)
-	case away && says(noPreface), away && says(noProtocol), says(otherHTTP), says(otherType),
-		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /"): // an older server says that
-		e.Cause = fmt.Errorf("%w: %s", ErrNotServer, c.target)
-	case away && says(unsecured):
-		_, why, _ := strings.Cut(e.Message, unsecured)
-		e.Message = strings.TrimSuffix(strings.TrimPrefix(why, "identity: "), `"`)
-		if slices.ContainsFunc(refusals, func(r string) bool { return strings.HasPrefix(why, r) }) {
-			e.Code = codes.Unauthenticated
-		}
-	case away && says(dialFailed) && says(": lookup "):
-		e.Cause = fmt.Errorf("%w: %s", ErrHostNotFound, c.target)
-	case away && says(dialFailed):
-		_, why, _ := strings.Cut(e.Message, dialFailed)
-		e.Cause = fmt.Errorf("%w: %s", ErrNoConnection, strings.TrimSuffix(why, `"`))
+	if away && (says(noPreface) || says(noProtocol)) || says(otherHTTP) || says(otherType) ||
+		e.Code == codes.Unimplemented && !strings.HasPrefix(e.Message, "unknown method /") { // an older server says that
+		return c.notServer()
 	}
 	return e
 }

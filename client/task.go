@@ -6,8 +6,6 @@ import (
 	"fmt"
 	"time"
 
-	"google.golang.org/grpc/codes"
-
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/stream"
@@ -58,7 +56,7 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 	})
 	switch {
 	case errors.Is(err, stream.ErrDraining):
-		return &Error{Code: codes.Unavailable, Cause: ErrDraining, Refused: true}
+		return failed(ErrDraining).refused()
 	case errors.Is(err, stream.ErrClosed):
 		select {
 		case <-s.over: // err is set by then
@@ -77,7 +75,7 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 func (t *task) over(e stream.Event) {
 	switch {
 	case e.Kind == stream.EventStop && t.stored && t.cause == nil && e.Code == frame.DeadlineExceeded: // otherwise it was not for the server
-		t.cause = &Error{Code: codes.DeadlineExceeded, Cause: fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, t.session.client.cfg.StallTimeout)}
+		t.cause = fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, t.session.client.cfg.StallTimeout)
 	case e.Kind == stream.EventClosed:
 		delete(t.session.calls, t.id)
 		t.done = *e.Done
@@ -132,7 +130,7 @@ func (t *task) failed() error {
 	if t.cause != nil {
 		return t.named(causeError(t.cause))
 	}
-	err := refused(t.id, t.done.Code, t.done.Message, t.done.RetryAfterMillis)
+	err := refused(t.id, t.done.Code, t.done.Reason, t.done.Message, t.done.RetryAfterMillis)
 	if own, ok := errors.AsType[*Error](err); ok {
 		own.Refused = t.done.Refused
 	}

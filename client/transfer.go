@@ -104,7 +104,7 @@ func summaryError(s *frame.Summary) error {
 	if name := strconv.Quote(s.Name); !strings.Contains(text, name) {
 		text = "tensor " + name + ": " + text
 	}
-	return refused(s.Call, s.Code, text, s.RetryAfterMillis)
+	return refused(s.Call, s.Code, s.Reason, text, s.RetryAfterMillis)
 }
 
 // Stored is a tensor in a server's store.

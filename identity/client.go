@@ -12,6 +12,8 @@ import (
 	"syscall"
 
 	"google.golang.org/grpc/credentials"
+
+	"github.com/tensorferry/tensorferry/reason"
 )
 
 // ClientFiles names the files that secure a client, all in PEM except Token. The tags are for
@@ -97,11 +99,11 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 		if c.files.CA != "" {
 			known = "in " + c.files.CA
 		}
-		err = refused("the server's certificate: %s", certError(bad.Err, known))
+		err = servers.refused(bad.Err, known)
 	case errors.As(err, &alert):
-		err = refused("the server ended the handshake: %s", alert.Error())
+		err = refused("", "the server ended the handshake: %s", alert.Error())
 	case errors.As(err, &record):
-		err = refused("the server does not speak TLS")
+		err = refused(reason.ServerWithoutTLS, "the server does not speak TLS")
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):
 		err = fmt.Errorf("the server closed the connection before it was encrypted: it is stopping, or has too many connections: %w", err)
 	}

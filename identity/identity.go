@@ -26,15 +26,25 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/tensorferry/tensorferry/reason"
 )
 
 // RefusedError says why a peer was refused, in words for that peer.
-type RefusedError struct{ Text string }
+type RefusedError struct {
+	Reason reason.Reason // may be empty
+	Text   string
+}
 
 // Error returns the text.
 func (e *RefusedError) Error() string { return "identity: " + e.Text }
 
-func refused(format string, args ...any) error { return &RefusedError{fmt.Sprintf(format, args...)} }
+// Why returns the reason.
+func (e *RefusedError) Why() reason.Reason { return e.Reason }
+
+func refused(why reason.Reason, format string, args ...any) error {
+	return &RefusedError{why, fmt.Sprintf(format, args...)}
+}
 
 // watched is a value made from files, again when one has changed and while that fails.
 type watched[T any] struct {

@@ -19,6 +19,8 @@ import (
 
 	"golang.org/x/net/http2"
 	"google.golang.org/grpc/credentials"
+
+	"github.com/tensorferry/tensorferry/reason"
 )
 
 // ServerFiles names the files that secure a server, all in PEM except Tokens. Without
@@ -245,7 +247,7 @@ func (e *evidence) judge(roots *x509.CertPool) (name string, err error) {
 func (s *Server) Principal(info credentials.AuthInfo, authorization []string) (name string, err error) {
 	p, ok := info.(*peerInfo)
 	if !ok {
-		return "", refused("the connection is not encrypted")
+		return "", refused(reason.TLSRequired, "the connection is not encrypted")
 	}
 	return s.principal(p.client, authorization)
 }
@@ -259,18 +261,18 @@ func (s *Server) principal(client *evidence, authorization []string) (name strin
 		if name, ok := current(s, s.tokens)[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
 			return name, nil
 		}
-		return "", refused("the server does not know the token; ask its operator for one")
+		return "", refused(reason.TokenUnknown, "the server does not know the token; ask its operator for one")
 	}
 	if len(client.raw) > 0 && s.files.ClientCA != "" {
 		return client.judge(current(s, s.clients))
 	}
 	switch {
 	case s.files.ClientCA == "":
-		return "", refused(`the server wants a token; send it as metadata, "authorization: Bearer TOKEN"`)
+		return "", refused(reason.TokenRequired, `the server wants a token; send it as metadata, "authorization: Bearer TOKEN"`)
 	case s.files.Tokens == "":
-		return "", refused("the server wants a client certificate")
+		return "", refused(reason.CertRequired, "the server wants a client certificate")
 	default:
-		return "", refused(`the server wants a client certificate, or a token as metadata, "authorization: Bearer TOKEN"`)
+		return "", refused(reason.CredentialsRequired, `the server wants a client certificate, or a token as metadata, "authorization: Bearer TOKEN"`)
 	}
 }
 
@@ -303,7 +305,7 @@ func check(raw [][]byte, roots *x509.CertPool) (name string, until time.Time, er
 		c, err := x509.ParseCertificate(der)
 		switch {
 		case err != nil:
-			return "", until, refused("client certificate: %s", certError(err, ""))
+			return "", until, clients.refused(err, "")
 		case i == 0:
 			leaf = c
 		default:
@@ -312,14 +314,14 @@ func check(raw [][]byte, roots *x509.CertPool) (name string, until time.Time, er
 	}
 	chains, err := leaf.Verify(x509.VerifyOptions{Roots: roots, Intermediates: between, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}})
 	if err != nil {
-		return "", until, refused("client certificate: %s", certError(err, "that the server knows"))
+		return "", until, clients.refused(err, "that the server knows")
 	}
 	name = leaf.Subject.CommonName
 	if name == "" && len(leaf.DNSNames) > 0 {
 		name = leaf.DNSNames[0]
 	}
 	if name == "" {
-		return "", until, refused("client certificate: it has no name; give it a common name")
+		return "", until, refused(reason.CertUnknown, "client certificate: it has no name; give it a common name")
 	}
 	until = leaf.NotAfter
 	for _, c := range chains[0] {
@@ -408,31 +410,41 @@ func (h *handshaking) Close() error {
 	return h.Conn.Close()
 }
 
-// certError says what is wrong with a certificate.
-func certError(err error, authority string) string {
+// certificates are those of one side, with the reasons for which the other one refuses them.
+type certificates struct {
+	name                               string
+	unknown, expired, use, host, other reason.Reason
+}
+
+var (
+	servers = certificates{"the server's certificate", reason.ServerCertUnknown, reason.ServerCertExpired, "", reason.ServerCertHost, ""}
+	clients = certificates{"client certificate", reason.CertUnknown, reason.CertExpired, reason.CertUse, "", reason.CertUnknown}
+)
+
+// refused says what is wrong with a certificate, which no authority that is known has signed, or
+// for which crypto/x509 gives another reason.
+func (c *certificates) refused(err error, known string) error {
 	var unknown x509.UnknownAuthorityError
 	var invalid x509.CertificateInvalidError
 	var name x509.HostnameError
+	why, text := c.other, strings.TrimPrefix(strings.TrimPrefix(err.Error(), "tls: "), "x509: ")
 	switch {
 	case errors.As(err, &unknown):
-		return "it is not signed by an authority " + authority
+		why, text = c.unknown, "it is not signed by an authority "+known
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired && time.Now().Before(invalid.Cert.NotBefore):
+		text = fmt.Sprintf("it is not valid before %s; is a clock wrong?", invalid.Cert.NotBefore.UTC().Format(time.RFC3339))
 	case errors.As(err, &invalid) && invalid.Reason == x509.Expired:
-		now := time.Now()
-		if now.Before(invalid.Cert.NotBefore) {
-			return fmt.Sprintf("it is not valid before %s; is a clock wrong?", invalid.Cert.NotBefore.UTC().Format(time.RFC3339))
-		}
-		return fmt.Sprintf("it expired on %s", invalid.Cert.NotAfter.UTC().Format(time.RFC3339))
+		why, text = c.expired, "it expired on "+invalid.Cert.NotAfter.UTC().Format(time.RFC3339)
 	case errors.As(err, &invalid) && invalid.Reason == x509.IncompatibleUsage:
-		return "it is not for this use: a server's certificate is not valid for a client, and vice versa"
+		why, text = c.use, "it is not for this use: a server's certificate is not valid for a client, and vice versa"
+	case errors.As(err, &name) && len(name.Certificate.DNSNames)+len(name.Certificate.IPAddresses) == 0:
+		why, text = reason.ServerCertNoHost, "it names no host (subjectAltName)"
 	case errors.As(err, &name):
 		names := append([]string{}, name.Certificate.DNSNames...)
 		for _, ip := range name.Certificate.IPAddresses {
 			names = append(names, ip.String())
 		}
-		if len(names) == 0 {
-			return "it names no host (subjectAltName)"
-		}
-		return fmt.Sprintf("it is for %s, not for %s", strings.Join(names, ", "), name.Host)
+		why, text = c.host, fmt.Sprintf("it is for %s, not for %s", strings.Join(names, ", "), name.Host)
 	}
-	return strings.TrimPrefix(strings.TrimPrefix(err.Error(), "tls: "), "x509: ")
+	return refused(why, "%s: %s", c.name, text)
 }

@@ -5,7 +5,10 @@
 // so that whoever finds one can.
 package reason
 
-import "strings"
+import (
+	"errors"
+	"strings"
+)
 
 // Reason says why something failed, as google.rpc.ErrorInfo does: in upper case, for programs.
 // The general ones are named as their gRPC codes are.
@@ -122,6 +125,30 @@ func Find(r Reason, code string) Row {
 		}
 	}
 	return Row{}
+}
+
+// New returns an error to be wrapped that carries a reason.
+func New(r Reason, text string) error { return &carrier{r, text} }
+
+type carrier struct {
+	reason Reason
+	text   string
+}
+
+func (c *carrier) Error() string { return c.text }
+
+// Why returns the reason.
+func (c *carrier) Why() Reason { return c.reason }
+
+// Of returns the reason that an error carries, or the first one that it wraps, or none.
+func Of(err error) Reason {
+	if e, ok := errors.AsType[interface {
+		error
+		Why() Reason
+	}](err); ok {
+		return e.Why()
+	}
+	return ""
 }
 
 // rows has the table's rows by their reasons.

@@ -17,7 +17,7 @@ var layers = map[string][]string{
 	"api/tensorferry/v1":   {},
 	"engine/cuda/fakecuda": {},
 	"engine/cuda/kernels":  {},
-	"identity":             {},
+	"identity":             {"reason"},
 	"examples/fashion":     {},
 	"internal/bench/roads": {},
 	"internal/background":  {},
@@ -75,7 +75,7 @@ var layers = map[string][]string{
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
 	"client/retry":           {},
-	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "reason", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
 	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
