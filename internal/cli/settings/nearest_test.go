@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestTheNearestNameIsTheOneWithTheFewestChanges(t *testing.T) {
+func TestTheNearestNameIsTheMostAlike(t *testing.T) {
 	names := []string{"listen", "max-calls", "max-chunk", "metrics"}
 	for key, want := range map[string]string{
 		"listne": "listen", "max-call": "max-calls", "chunk": "max-chunk", "metric": "metrics", "maxcalls": "max-calls", "": "listen",

@@ -172,33 +172,17 @@ func FlagNames(flags *pflag.FlagSet, which func(*pflag.Flag) bool) (names []stri
 
 // Nearest returns the name most similar to key.
 func Nearest(key string, names []string) string {
-	key = key[:min(len(key), 100)] // no name is longer
-	return slices.MinFunc(names, func(a, b string) int { return cmp.Compare(distance(key, a), distance(key, b)) })
+	return slices.MaxFunc(names, func(a, b string) int { return cmp.Compare(likeness(key, a), likeness(key, b)) })
 }
 
-// distance returns how many characters have to be added, removed or replaced to make b of a: the
-// distance of Levenshtein. A name of which only the beginning was typed is near.
-func distance(a, b string) int {
-	if a != "" && strings.HasPrefix(b, a) {
-		return 0
-	}
-	above := make([]int, len(b)+1) // of what a begins with, to each beginning of b
-	for j := range above {
-		above[j] = j
-	}
-	for i := range len(a) {
-		diagonal := above[0]
-		above[0] = i + 1
-		for j := range len(b) {
-			replaced := diagonal
-			if a[i] != b[j] {
-				replaced++
-			}
-			diagonal = above[j+1]
-			above[j+1] = min(replaced, above[j]+1, above[j+1]+1)
+// likeness counts the pairs of letters that a mistyped key shares with a name, against its length.
+func likeness(key, name string) (n int) {
+	for i := range len(key) - 1 {
+		if strings.Contains(name, key[i:i+2]) {
+			n += 2
 		}
 	}
-	return above[len(b)]
+	return n - len(name)
 }
 
 // Print writes all settings and the origins of their values as a file for --config.
