@@ -32,9 +32,9 @@ func main() {
 	os.Exit(code)
 }
 
-// oneOrder is how long further signals count as part of the first: GNU timeout signals its
+// signalRepeat is how long further signals count as part of the first: GNU timeout signals its
 // child and then its group, and so may a terminal and a parent.
-const oneOrder = 500 * time.Millisecond
+const signalRepeat = 500 * time.Millisecond
 
 // untilInterrupted returns a context that ends at the first signal. At the second, the
 // process exits. It starts a goroutine that ends with the process.
@@ -46,25 +46,25 @@ func untilInterrupted() context.Context {
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	go func() {
-		obey(signals, cancel)
-		time.AfterFunc(serve.LastWords, func() { os.Exit(fail.ExitInterrupted) }) // nobody may read this:
+		handleSignals(signals, cancel)
+		time.AfterFunc(serve.FlushWait, func() { os.Exit(fail.ExitInterrupted) }) // nobody may read this:
 		fmt.Fprintln(os.Stderr, "tensorferry: second signal: exiting immediately")
 		os.Exit(fail.ExitInterrupted)
 	}()
 	return ctx
 }
 
-// obey calls stop at the first signal and returns at the second.
-func obey(signals <-chan os.Signal, stop func()) {
-	var told time.Time
+// handleSignals calls stop at the first signal and returns at the second.
+func handleSignals(signals <-chan os.Signal, stop func()) {
+	var stopped time.Time
 	for s := range signals {
 		switch f := serve.OnHangup.Load(); {
 		case s == syscall.SIGHUP && f != nil:
 			go (*f)() // ends when it has read some files, for which no other signal waits
-		case told.IsZero():
-			told = time.Now()
+		case stopped.IsZero():
+			stopped = time.Now()
 			stop()
-		case time.Since(told) >= oneOrder:
+		case time.Since(stopped) >= signalRepeat:
 			return
 		}
 	}

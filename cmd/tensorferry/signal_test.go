@@ -15,7 +15,7 @@ func TestASignalRightBehindTheFirstIsTheSameOrder(t *testing.T) {
 		signals := make(chan os.Signal, 2)
 		stopped, ended := false, false
 		go func() {
-			obey(signals, func() { stopped = true })
+			handleSignals(signals, func() { stopped = true })
 			ended = true
 		}()
 		synctest.Wait()
@@ -23,7 +23,7 @@ func TestASignalRightBehindTheFirstIsTheSameOrder(t *testing.T) {
 		for _, step := range []struct {
 			after time.Duration
 			ends  bool
-		}{{0, false}, {0, false}, {oneOrder - 1, false}, {1, true}} {
+		}{{0, false}, {0, false}, {signalRepeat - 1, false}, {1, true}} {
 			<-time.After(step.after)
 			signals <- syscall.SIGTERM
 			synctest.Wait()

@@ -45,7 +45,7 @@ var Exits = map[int]string{
 	ExitAuth:        "the server does not know or does not allow the caller",
 	ExitIntegrity:   "bytes arrived damaged, or not those that were sent",
 	ExitLimit:       "over a limit or a budget of the server",
-	ExitInterrupted: "interrupted; to be run again",
+	ExitInterrupted: "interrupted; run it again",
 	ExitDevice:      "serve --exit-on-device-loss lost a device",
 	ExitSettings:    "a mistake in the settings of serve, which a restart does not mend",
 }

@@ -46,9 +46,9 @@ func formatOf(path string) (found format) {
 	return found
 }
 
-// foreign returns the error of reading a file as .npy, or one that names the format that the
+// formatError returns the error of reading a file as .npy, or one that names the format that the
 // file has by its first bytes, head. raw is what else the command reads.
-func foreign(title string, head []byte, raw RawInput, err error) error {
+func formatError(title string, head []byte, raw RawInput, err error) error {
 	if !errors.Is(err, tensorfile.ErrFormat) || bytes.HasPrefix(head, []byte("\x93NUMPY")) {
 		return err
 	}

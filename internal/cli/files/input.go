@@ -95,8 +95,8 @@ func NameOf(text string) (name, file string) {
 	return name, file
 }
 
-// Neither hints that the = of an argument may be part of the name of a missing file.
-func Neither(text, file string, err error) error {
+// HintMissing hints that the = of an argument may be part of the name of a missing file.
+func HintMissing(text, file string, err error) error {
 	_, missing := os.Stat(file) // nil if something in it is missing
 	if text == file || missing == nil || !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -297,7 +297,7 @@ func openNPY(path string, raw RawInput) (*Source, error) {
 	}
 	a, _, err := tensorfile.OpenNPY(path)
 	if err != nil {
-		return nil, foreign(path, headOf(path), raw, err)
+		return nil, formatError(path, headOf(path), raw, err)
 	}
 	return ArraySource(path, a), nil
 }
@@ -314,7 +314,7 @@ func openPipe(title string, r io.Reader, raw RawInput) (*Source, error) {
 	head := bytes.Clone(peeked)
 	d, layout, err := tensorfile.ReadNPYLayout(in)
 	if err != nil {
-		return nil, foreign(title, head, raw, err)
+		return nil, formatError(title, head, raw, err)
 	}
 	size, err := d.Bytes()
 	if err != nil {
@@ -365,7 +365,7 @@ func openRaw(file string, raw RawInput, stdin io.Reader) (*Source, error) {
 // that no more follow: what is read to its end is never the beginning of a longer input.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*Source, error) {
 	held := &heldBack{r, size, sync.OnceValue(func() error {
-		if more(r) {
+		if hasMore(r) {
 			return fail.OfInput(fmt.Errorf("%s has more bytes than %v", title, d))
 		}
 		return nil
@@ -412,8 +412,8 @@ func (h *heldBack) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// more reports whether r has another byte, without a long wait for a pipe that stays open.
-func more(r io.Reader) bool {
+// hasMore reports whether r has another byte, without a long wait for a pipe that stays open.
+func hasMore(r io.Reader) bool {
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
 	n, _ := Interruptible(ctx, func() (int, error) { return io.ReadFull(r, make([]byte, 1)) }) // any error means no more bytes

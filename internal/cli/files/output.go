@@ -80,12 +80,12 @@ func NewTarget(path string, raw bool, stdout io.Writer) (*Target, error) {
 		}
 		dir, err := filepath.EvalSymlinks(filepath.Dir(path))
 		if err != nil {
-			return nil, t.named(err)
+			return nil, t.wrap(err)
 		}
 		t.Real = filepath.Join(dir, filepath.Base(path))
 		return t, t.makeTemp(nil)
 	case err != nil:
-		return nil, t.named(err)
+		return nil, t.wrap(err)
 	case info.IsDir():
 		return nil, fail.Usage("--output %s is a folder", path)
 	case isFile(stdout, info): // such as /dev/stdout
@@ -95,11 +95,11 @@ func NewTarget(path string, raw bool, stdout io.Writer) (*Target, error) {
 		return t, nil
 	}
 	if t.Real, err = filepath.EvalSymlinks(path); err != nil {
-		return nil, t.named(err)
+		return nil, t.wrap(err)
 	}
 	old, err := os.OpenFile(t.Real, os.O_WRONLY, 0) // checks the permission
 	if err != nil {
-		return nil, t.named(err)
+		return nil, t.wrap(err)
 	}
 	return t, errors.Join(t.makeTemp(info), old.Close())
 }
@@ -118,13 +118,13 @@ func (t *Target) makeTemp(old fs.FileInfo) error {
 		f, err = os.CreateTemp("", ".tensorferry-")
 	}
 	if err != nil {
-		return t.named(err)
+		return t.wrap(err)
 	}
 	t.temp, t.out = f, f
 	if old != nil {
 		if err := f.Chmod(old.Mode().Perm()); err != nil {
 			t.Abandon()
-			return t.named(err)
+			return t.wrap(err)
 		}
 	}
 	return nil
@@ -141,7 +141,7 @@ func (t *Target) Begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 	if t.Special {
 		f, err := os.OpenFile(t.Path, os.O_WRONLY, 0)
 		if err != nil {
-			return nil, t.named(err)
+			return nil, t.wrap(err)
 		}
 		t.out = f
 	}
@@ -149,7 +149,7 @@ func (t *Target) Begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 	for i, n := range tensors {
 		size, err := n.Desc.Bytes()
 		if err != nil {
-			return nil, t.named(err)
+			return nil, t.wrap(err)
 		}
 		writers[i] = &TensorWriter{Entry: n, target: t, left: size, to: t.out}
 	}
@@ -186,7 +186,7 @@ func (t *Target) Begin(tensors []tensorfile.Entry, beside tensorfile.Document) (
 		}
 	}
 	if err != nil {
-		return nil, t.named(err)
+		return nil, t.wrap(err)
 	}
 	t.writers = writers
 	return writers, nil
@@ -232,7 +232,7 @@ func (w *TensorWriter) Write(p []byte) (int, error) {
 		w.crc = crc32.Update(w.crc, crc32.IEEETable, p[:n])
 	}
 	_, _ = w.Bar.Write(p[:n]) // it never fails
-	return n, w.target.named(err)
+	return n, w.target.wrap(err)
 }
 
 // Commit implements Output.
@@ -246,10 +246,10 @@ func (t *Target) Commit() error {
 		}
 	}
 	if err := t.fillGaps(); err != nil {
-		return t.named(err)
+		return t.wrap(err)
 	}
 	if f, ok := t.out.(*os.File); ok && t.Special {
-		return t.named(f.Close())
+		return t.wrap(f.Close())
 	}
 	if t.temp == nil {
 		return nil
@@ -258,7 +258,7 @@ func (t *Target) Commit() error {
 	if err == nil {
 		err = t.replace()
 	}
-	return t.named(err)
+	return t.wrap(err)
 }
 
 // unwritable reports whether a folder does not let a file of it be replaced: one that may not be
@@ -319,7 +319,7 @@ func (t *Target) Abandon() {
 	}
 }
 
-func (t *Target) named(err error) error { return outputError(t.Path, err) }
+func (t *Target) wrap(err error) error { return outputError(t.Path, err) }
 
 // outputError adds the output's name, as typed, to an error.
 func outputError(path string, err error) error {

@@ -98,8 +98,8 @@ func (p *ProgressBars) Input(s *Source) {
 	}
 }
 
-// Whole marks all tensors as complete, because their call has succeeded: the line stays.
-func (p *ProgressBars) Whole() {
+// Complete marks all tensors as complete, because their call has succeeded: the line stays.
+func (p *ProgressBars) Complete() {
 	if p == nil {
 		return
 	}
@@ -201,8 +201,8 @@ func (b *Bar) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Reach records that the first n bytes have moved, instead of Write.
-func (b *Bar) Reach(n int64) {
+// Set records that the first n bytes have moved, instead of Write.
+func (b *Bar) Set(n int64) {
 	if b != nil {
 		b.add(n - b.moved)
 	}

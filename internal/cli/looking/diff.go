@@ -95,7 +95,7 @@ func (o *DiffOptions) Diff(ctx context.Context, nameA, nameB string, std files.S
 		d := diffJSON{Tensor: x.name, A: new(display.Describe(x.Desc)), text: fmt.Sprintf(onlyIn, display.Plain(x.name), display.Plain(nameA))}
 		if y, paired := inB[x.name]; paired {
 			delete(inB, x.name)
-			d, err = o.pair(ctx, x, y)
+			d, err = o.comparePair(ctx, x, y)
 		}
 		if err == nil {
 			err = add(d)
@@ -157,8 +157,8 @@ func sideOf(ctx context.Context, cl *client.Client, arg string, in *files.Opener
 	return side, nil
 }
 
-// pair compares two tensors of one name.
-func (o *DiffOptions) pair(ctx context.Context, a, b compared) (diffJSON, error) {
+// comparePair compares two tensors of one name.
+func (o *DiffOptions) comparePair(ctx context.Context, a, b compared) (diffJSON, error) {
 	d := diffJSON{Tensor: a.name, A: new(display.Describe(a.Desc)), B: new(display.Describe(b.Desc))}
 	if !a.Desc.Equal(b.Desc) {
 		d.text = fmt.Sprintf("%s: %v and %v\n", display.Plain(a.name), a.Desc, b.Desc)

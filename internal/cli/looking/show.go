@@ -321,7 +321,7 @@ func (s *shown) String() string {
 	}
 	b.WriteString("  ")
 	digits := s.digits()
-	least, most := short(s.Min, digits), short(s.Max, digits)
+	least, most := formatNumber(s.Min, digits), formatNumber(s.Max, digits)
 	if s.Histogram != nil {
 		if s.Of != "" {
 			fmt.Fprintf(&b, "%s: ", s.Of)
@@ -338,14 +338,14 @@ func (s *shown) String() string {
 // digits returns how many digits to print: two more than tell Min from Max, and 6 or more.
 func (s *shown) digits() int {
 	digits := 6
-	for s.Min != s.Max && digits < 17 && short(s.Min, digits-2) == short(s.Max, digits-2) {
+	for s.Min != s.Max && digits < 17 && formatNumber(s.Min, digits-2) == formatNumber(s.Max, digits-2) {
 		digits++
 	}
 	return digits
 }
 
-// short formats a number: all digits of an integer, so many digits of others.
-func short(n json.Number, digits int) string {
+// formatNumber formats a number: all digits of an integer, so many digits of others.
+func formatNumber(n json.Number, digits int) string {
 	v, err := n.Float64()
 	if err != nil || !strings.ContainsAny(n.String(), ".eE") {
 		return n.String()

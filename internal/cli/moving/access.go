@@ -53,7 +53,7 @@ func (a *Access) Dial() (*client.Client, error) {
 		cfg.Retry = func(failed retry.Attempt) (time.Duration, bool) {
 			wait, again := a.Cfg.Retry(failed)
 			if again {
-				fmt.Fprintf(os.Stderr, "tensorferry: %s; again in %v\n", fail.Text(failed.Err), about(wait))
+				fmt.Fprintf(os.Stderr, "tensorferry: %s; again in %v\n", fail.Text(failed.Err), rounded(wait))
 			}
 			return wait, again
 		}
@@ -95,8 +95,8 @@ func (r *Remote) dialPipes(ctx context.Context) (*client.Client, context.Context
 	return cl, ctx, err
 }
 
-// tell says, if asked to, how bytes have been carried.
-func (r *Remote) tell(stderr io.Writer, w client.Ways) {
+// printWays says, if asked to, how bytes have been carried.
+func (r *Remote) printWays(stderr io.Writer, w client.Ways) {
 	if r.Timings {
 		fmt.Fprintf(stderr, "lanes carried %d of %d bytes sent, %d of %d received; %d open: %s\n", w.LaneSentBytes, w.SentBytes, w.LaneReceivedBytes, w.ReceivedBytes, w.Lanes, w.Why)
 	}

@@ -60,7 +60,7 @@ func (o *CopyOptions) Copy(ctx context.Context, names []string, to string, std f
 	for i, s := range list {
 		name := to
 		if strings.HasSuffix(to, "/") {
-			name += below(names, s.Name)
+			name += keptOf(names, s.Name)
 		}
 		if other, twice := called[name]; twice {
 			return fail.Usage("%q and %q would both be copied to %q; copy them one by one", other, s.Name, name)
@@ -92,16 +92,16 @@ func (o *CopyOptions) Copy(ctx context.Context, names []string, to string, std f
 		copied = append(copied, stored...)
 	}
 	bars.End()
-	o.tell(std.Err, from.Ways())
+	o.printWays(std.Err, from.Ways())
 	if target != from {
-		o.tell(std.Err, target.Ways())
+		o.printWays(std.Err, target.Ways())
 	}
-	err = errors.Join(err, forgotten(ctx, target, copied, std.Err))
+	err = errors.Join(err, reportEvicted(ctx, target, copied, std.Err))
 	return cmp.Or(err, printMoved(display.NewPrinter(std.Out, o.AsJSON), copied))
 }
 
-// below returns what a copy keeps of a name: what follows a NAME with a slash, or the last part.
-func below(names []string, name string) string {
+// keptOf returns what a copy keeps of a name: what follows a NAME with a slash, or the last part.
+func keptOf(names []string, name string) string {
 	for _, n := range names {
 		if rest, ok := strings.CutPrefix(name, n); ok && strings.HasSuffix(n, "/") && rest != "" {
 			return rest

@@ -38,7 +38,7 @@ func (o *PullOptions) Pull(ctx context.Context, names []string, std files.Stream
 	case o.Prefix != "" && (!whole || o.Source):
 		return fail.Usage("--prefix needs a .safetensors file as --output, or a .pt file of several tensors, and no --source")
 	case len(selections) != 1 && !several:
-		return oneTensor(o.Output)
+		return oneTensorOnly(o.Output)
 	}
 	stderr := std.Err
 	cl, waiting, err := o.dialPipes(ctx)
@@ -61,7 +61,7 @@ func (o *PullOptions) Pull(ctx context.Context, names []string, std files.Stream
 	}
 	defer out.Abandon()
 	bars = files.NewProgress(stderr, o.Quiet, false, cl.Lanes)
-	defer func() { bars.End(); o.tell(stderr, cl.Ways()) }()
+	defer func() { bars.End(); o.printWays(stderr, cl.Ways()) }()
 
 	var got []client.Summary
 	if !o.Source {
@@ -70,7 +70,7 @@ func (o *PullOptions) Pull(ctx context.Context, names []string, std files.Stream
 			return err
 		}
 		if several {
-			if err := leftOut(ctx, cl, names, list, stderr); err != nil {
+			if err := noteLeftOut(ctx, cl, names, list, stderr); err != nil {
 				return err
 			}
 			var beside tensorfile.Document // of the prefix's model file
@@ -89,7 +89,7 @@ func (o *PullOptions) Pull(ctx context.Context, names []string, std files.Stream
 		} else if len(list) != 1 {
 			list = slices.DeleteFunc(list, func(s client.Stored) bool { return IsDocument(s) && !slices.Contains(names, s.Name) })
 			if len(list) != 1 {
-				return oneTensor(o.Output)
+				return oneTensorOnly(o.Output)
 			}
 		}
 		selections = SelectionsOf(list)
@@ -133,7 +133,7 @@ func (o *PullOptions) Begin(out files.Output, list []client.Stored, prefix strin
 	}, nil
 }
 
-func oneTensor(output string) error {
+func oneTensorOnly(output string) error {
 	return fail.Usage("--output %s takes one tensor; use a .safetensors or .pt file for several", output)
 }
 
@@ -154,9 +154,9 @@ func SharedPrefix(names []string) (shared string) {
 	return shared
 }
 
-// leftOut reports tensors that a glob such as model/* does not match because their names
+// noteLeftOut reports tensors that a glob such as model/* does not match because their names
 // have more slashes: they would be missing from a model file.
-func leftOut(ctx context.Context, cl *client.Client, names []string, list []client.Stored, stderr io.Writer) error {
+func noteLeftOut(ctx context.Context, cl *client.Client, names []string, list []client.Stored, stderr io.Writer) error {
 	have := namesOf(list)
 	for _, n := range names {
 		if !strings.HasSuffix(n, "/*") {

@@ -43,7 +43,7 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 	}
 	defer cl.Close()
 	bars := files.NewProgress(stderr, o.Quiet, false, cl.Lanes)
-	defer func() { bars.End(); o.tell(stderr, cl.Ways()) }()
+	defer func() { bars.End(); o.printWays(stderr, cl.Ways()) }()
 	var r client.PushRequest
 	lines := map[string]*files.Bar{}
 	in := files.Opener{Raw: o.Input, Stdin: std.In, Idle: o.Cfg.InputIdle}
@@ -60,7 +60,7 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 			continue
 		}
 		if err != nil {
-			return files.Neither(text, file, err)
+			return files.HintMissing(text, file, err)
 		}
 		spoiled = errors.Join(spoiled, found.Errors())
 		list := found.Tensors
@@ -103,21 +103,21 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 	if o.All {
 		store = cl.PutAll
 	}
-	r.Progress = func(p client.Progress) { lines[p.Name].Reach(p.Moved) }
+	r.Progress = func(p client.Progress) { lines[p.Name].Set(p.Moved) }
 	stored, err := files.Interruptible(waiting, func() ([]client.Summary, error) { return store(ctx, r) })
 	bars.End()
 	if err == nil {
-		err = tellOthers(ctx, cl, wholes, lines, stderr)
+		err = noteOthers(ctx, cl, wholes, lines, stderr)
 	}
 	if ctx.Err() == nil { // the server can be asked
-		err = errors.Join(err, forgotten(ctx, cl, stored, stderr), spoiled)
+		err = errors.Join(err, reportEvicted(ctx, cl, stored, stderr), spoiled)
 	}
 	return cmp.Or(err, printMoved(display.NewPrinter(std.Out, o.AsJSON), stored))
 }
 
-// tellOthers reports tensors under a file's prefix that are not from that file, such as
+// noteOthers reports tensors under a file's prefix that are not from that file, such as
 // those of an older version: a pull of the file would include them.
-func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*files.Bar, stderr io.Writer) error {
+func noteOthers(ctx context.Context, cl *client.Client, wholes map[string]string, pushed map[string]*files.Bar, stderr io.Writer) error {
 	for prefix, file := range wholes {
 		list, err := others(ctx, cl, glob.Quote(prefix)+"**", pushed)
 		if err != nil {
@@ -130,9 +130,9 @@ func tellOthers(ctx context.Context, cl *client.Client, wholes map[string]string
 	return nil
 }
 
-// forgotten fails each tensor that was stored and has been evicted, perhaps for another one of
+// reportEvicted fails each tensor that was stored and has been evicted, perhaps for another one of
 // the same push, and reports how many others were.
-func forgotten(ctx context.Context, cl *client.Client, stored []client.Summary, stderr io.Writer) error {
+func reportEvicted(ctx context.Context, cl *client.Client, stored []client.Summary, stderr io.Writer) error {
 	evicted, bytes := 0, int64(0)
 	for _, s := range stored {
 		evicted, bytes = evicted+s.Evicted, bytes+s.EvictedBytes

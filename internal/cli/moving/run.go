@@ -65,7 +65,7 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 		}
 		found, err := opener.Open(ctx, file)
 		if err != nil {
-			return files.Neither(text, file, err)
+			return files.HintMissing(text, file, err)
 		}
 		if n := len(found.Tensors) + len(found.Unknown); n != 1 {
 			return fail.Usage("%s has %d tensors; select one as %s:name", file, n, found.Path)
@@ -117,7 +117,7 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 		}
 		r.Results[port] = client.Writer(func(d tensor.Desc) (io.Writer, error) { return t.Open(port, d, bars) })
 	}
-	defer func() { bars.End(); o.tell(stderr, cl.Ways()) }()
+	defer func() { bars.End(); o.printWays(stderr, cl.Ways()) }()
 	call, err := cl.Call(ctx, r)
 	if err != nil {
 		return err
@@ -132,12 +132,12 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 			return err
 		}
 	}
-	bars.Whole()
+	bars.Complete()
 	if o.Timings {
 		t := call.Timings()
 		bars.End()
 		fmt.Fprintf(stderr, "total %v: waited for memory %v, received %v, h2d %v, computed %v, d2h %v; first result after %v, exposed %v\n",
-			about(t.Total), about(t.Queue), about(t.Receive), about(t.H2D), about(t.Compute), about(t.D2H), about(t.FirstResult), about(t.Exposed()))
+			rounded(t.Total), rounded(t.Queue), rounded(t.Receive), rounded(t.H2D), rounded(t.Compute), rounded(t.D2H), rounded(t.FirstResult), rounded(t.Exposed()))
 	}
 	if !o.AsJSON {
 		return nil
@@ -151,7 +151,7 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 	}})
 }
 
-func about(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
+func rounded(d time.Duration) time.Duration { return d.Round(time.Microsecond) }
 
 // FindModel returns a model of the server; if it has none of this name, the error has the hint.
 func FindModel(ctx context.Context, cl *client.Client, name, hint string) (m client.Model, err error) {

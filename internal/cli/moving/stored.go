@@ -26,8 +26,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// sureMost is how many tensors rm removes without --yes: as many as fit in one look.
-const sureMost = 100
+// removeUnasked is how many tensors rm removes without --yes: as many as fit in one look.
+const removeUnasked = 100
 
 // Remove removes the tensors that names match, and prints their names.
 func Remove(ctx context.Context, cl *client.Client, names []string, yes bool, out display.Printer) error {
@@ -40,7 +40,7 @@ func Remove(ctx context.Context, cl *client.Client, names []string, yes bool, ou
 			return fmt.Errorf("%q belongs to the file %q in the server's folder; delete the file on the server", s.Name, s.File)
 		}
 	}
-	if len(list) > sureMost && !yes {
+	if len(list) > removeUnasked && !yes {
 		return fail.Hinted(fail.Usage("these are %d tensors, and nothing was removed", len(list)), "--yes removes more than 100")
 	}
 	removed, err := cl.Delete(ctx, display.Each(list, func(s client.Stored) string { return s.Name })...)

@@ -181,8 +181,8 @@ func (s *storeFlag) open(h *cpu.Host, log *slog.Logger) (store.Store, error) {
 	return memory.New(h.Pool(), bytes), nil
 }
 
-// besideFiles adds the model files of folders to a store. It closes the store on failure.
-func besideFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
+// withFiles adds the model files of folders to a store. It closes the store on failure.
+func withFiles(s store.Store, folders []string, log *slog.Logger) (store.Store, error) {
 	var all []*storefiles.Store
 	var names []string
 	for _, text := range folders {
@@ -234,8 +234,8 @@ func (c *Config) readRoles(id *identity.Server, log *slog.Logger) (*roles, error
 	return r, nil
 }
 
-// mayOpen rejects an unsecured listener that other machines can reach, unless --insecure.
-func (c *Config) mayOpen(flag, address string, id *identity.Server) error {
+// checkExposed rejects an unsecured listener that other machines can reach, unless --insecure.
+func (c *Config) checkExposed(flag, address string, id *identity.Server) error {
 	switch {
 	case c.insecure || !exposed(address):
 		return nil

@@ -119,7 +119,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	if cfg.engine == AutoEngine && (err == nil || cfg.driver == "") {
 		why := "it works"
 		if err == nil {
-			err = works(s)
+			err = selfTest(s)
 		}
 		if err != nil {
 			why = fail.Text(err)
@@ -129,7 +129,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		log.Info("engine chosen", slog.String("engine", s.name), slog.String("why", why))
 	}
 	if err != nil {
-		return nil, elsewhere(err, "--engine cpu needs no driver")
+		return nil, withHint(err, "--engine cpu needs no driver")
 	}
 	builtins := append(s.builtins, cpu.Builtins(e.host)...)
 	if cfg.slow {
@@ -146,7 +146,7 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	if cfg.demo {
 		m, bad := stack.LoadFS(fashion.ModelFS(), "trunk")
 		if bad == nil {
-			bad = e.add("", m, e.cfg.engine)
+			bad = e.addStack("", m, e.cfg.engine)
 		}
 		err = errors.Join(err, bad)
 	}
@@ -156,16 +156,16 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 		}
 	}
 	for _, text := range cfg.python {
-		err = errors.Join(err, e.python(text))
+		err = errors.Join(err, e.startPython(text))
 	}
 	if cfg.PythonFD != "" {
-		err = errors.Join(err, e.attached(cfg.PythonFD))
+		err = errors.Join(err, e.attachPython(cfg.PythonFD))
 	}
 	return e, err
 }
 
-// python starts the workers of --python: name=module:function, and how clients train it.
-func (e *engines) python(text string) error {
+// startPython starts the workers of --python: name=module:function, and how clients train it.
+func (e *engines) startPython(text string) error {
 	name, _, _ := strings.Cut(text, "=")
 	t := e.cfg.training
 	t.train = slices.Contains(e.cfg.train, name)
@@ -200,14 +200,14 @@ func (e *engines) python(text string) error {
 	if t.train {
 		command = append(command, "--train")
 	}
-	return e.work(worker.Config{
+	return e.startWorker(worker.Config{
 		Name: name, Command: append(command, target),
 		Env: e.cfg.pythonEnv, Processes: e.cfg.pythonProcesses, Threads: e.cfg.pythonThreads,
 	})
 }
 
-// attached serves the process of --python-fd: name=descriptor.
-func (e *engines) attached(text string) error {
+// attachPython serves the process of --python-fd: name=descriptor.
+func (e *engines) attachPython(text string) error {
 	name, number, _ := strings.Cut(text, "=")
 	fd, err := strconv.Atoi(number)
 	if name == "" || err != nil {
@@ -217,11 +217,11 @@ func (e *engines) attached(text string) error {
 	if err != nil {
 		return err
 	}
-	return e.work(worker.Config{Name: name, Socket: socket})
+	return e.startWorker(worker.Config{Name: name, Socket: socket})
 }
 
-// work adds a model with its own processes. Inputs and results may each use half of --memory.
-func (e *engines) work(c worker.Config) error {
+// startWorker adds a model with its own processes. Inputs and results may each use half of --memory.
+func (e *engines) startWorker(c worker.Config) error {
 	c.Version, c.Log, c.MemoryBytes = Version, e.log, e.cfg.memory/2
 	h, err := worker.Start(c)
 	if err != nil {
@@ -231,7 +231,7 @@ func (e *engines) work(c worker.Config) error {
 		e.ended = h.Ended()
 	}
 	for _, m := range append([]engine.Model{h.Model()}, h.Companions()...) {
-		if err = e.serve(m, "in --python name=module:function"); err != nil {
+		if err = e.register(m, "in --python name=module:function"); err != nil {
 			h.Close()
 			break
 		}
@@ -280,8 +280,8 @@ func (e *engines) site(name string) (site, error) {
 	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
 }
 
-// works tests that a device computes correctly.
-func works(s site) error {
+// selfTest tests that a device computes correctly.
+func selfTest(s site) error {
 	i := slices.IndexFunc(s.builtins, func(m engine.Model) bool { return m.Info().Name == builtin.ReLU.Name })
 	x, err := tensor.Of([]float32{-1, 2}, 2)
 	if err != nil {
@@ -308,13 +308,13 @@ func (e *engines) load(text string) error {
 		m, err = stack.Load(folder[:at])
 	}
 	if err != nil {
-		return fail.Mistake(files.Neither(text, folder, err))
+		return fail.Mistake(files.HintMissing(text, folder, err))
 	}
-	return e.add(name, m, where)
+	return e.addStack(name, m, where)
 }
 
-// add adds a model to an engine; auto is the CPU if the device does not support the model.
-func (e *engines) add(name string, m *stack.Model, where string) error {
+// addStack adds a model to an engine; auto is the CPU if the device does not support the model.
+func (e *engines) addStack(name string, m *stack.Model, where string) error {
 	if name != "" {
 		m.Name = name // also for the model's errors
 	}
@@ -328,13 +328,13 @@ func (e *engines) add(name string, m *stack.Model, where string) error {
 		made, err = cpu.Stack(e.host, m)
 	}
 	if err != nil {
-		return elsewhere(err, "--model FOLDER@cpu runs it on the CPU")
+		return withHint(err, "--model FOLDER@cpu runs it on the CPU")
 	}
-	return e.serve(made, "with --model name=folder")
+	return e.register(made, "with --model name=folder")
 }
 
-// serve adds a model that is ready. how says where to name it otherwise.
-func (e *engines) serve(m engine.Model, how string) error {
+// register adds a model that is ready. how says where to name it otherwise.
+func (e *engines) register(m engine.Model, how string) error {
 	err := e.models.Add(m)
 	if errors.Is(err, engine.ErrExists) {
 		return fail.Mistake(fail.Hinted(fmt.Errorf("a model %q already exists", m.Info().Name), "choose another name "+how))
@@ -342,8 +342,8 @@ func (e *engines) serve(m engine.Model, how string) error {
 	return err
 }
 
-// elsewhere adds a hint to the error of a device that is unavailable.
-func elsewhere(err error, hint string) error {
+// withHint adds a hint to the error of a device that is unavailable.
+func withHint(err error, hint string) error {
 	if errors.Is(err, engine.ErrUnavailable) {
 		return fail.Hinted(err, hint)
 	}
@@ -356,5 +356,5 @@ func Available(name, driver string) error {
 	if err == nil && name != AutoEngine && name != CPUEngine {
 		_, err = cuda.Devices(cuda.Config{Library: driver})
 	}
-	return elsewhere(err, "use --engine auto or cpu")
+	return withHint(err, "use --engine auto or cpu")
 }

@@ -15,8 +15,8 @@ const (
 	// logLines is how many lines may wait for a reader of the log that is slow: a burst of a
 	// second, of some hundred bytes each.
 	logLines = 1024
-	// LastWords is how long the end of a server waits for that reader.
-	LastWords = time.Second
+	// FlushWait is how long the end of a server waits for that reader.
+	FlushWait = time.Second
 )
 
 // logWriter writes lines, for which nobody waits: whoever reads a log decides nothing over the
@@ -74,9 +74,9 @@ func (w *logWriter) write(to io.Writer, tell func(dropped int64)) {
 	}
 }
 
-// end writes the lines that wait, if they can be written soon.
-func (w *logWriter) end() {
-	late := time.After(LastWords)
+// flush writes the lines that wait, if they can be written soon.
+func (w *logWriter) flush() {
+	late := time.After(FlushWait)
 	select {
 	case w.lines <- nil:
 	case <-late:

@@ -20,7 +20,7 @@ func TestALogSaysHowManyLinesItLost(t *testing.T) {
 	var to failing = 1
 	go w.write(&to, func(n int64) { said <- n })
 	require.EqualValues(t, 4, <-said, "three that found no room, and the first")
-	w.end()
+	w.flush()
 	<-w.ended
 }
 

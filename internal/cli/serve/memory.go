@@ -25,13 +25,13 @@ const (
 
 // processMemory returns the memory that this process may use.
 func processMemory() int64 {
-	least, _, _ := leastOf(memlimit.FromCgroup, memlimit.FromSystem)
+	least, _, _ := memoryLimit(memlimit.FromCgroup, memlimit.FromSystem)
 	return least
 }
 
-// leastOf returns the least of GOMEMLIMIT and what is known of control groups and the machine,
+// memoryLimit returns the least of GOMEMLIMIT and what is known of control groups and the machine,
 // which of them that is, and why the limit of the group, if there is one, cannot be seen.
-func leastOf(group, machine memlimit.Provider) (least int64, from string, unseen error) {
+func memoryLimit(group, machine memlimit.Provider) (least int64, from string, unseen error) {
 	least, from = debug.SetMemoryLimit(-1), "GOMEMLIMIT"
 	n, err := group()
 	if err == nil && n > 0 && n < uint64(least) {

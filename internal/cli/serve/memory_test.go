@@ -25,7 +25,7 @@ func TestTheLeastOfWhatIsKnownHolds(t *testing.T) {
 		"nothing is known":            {unknown, none, unknownMemory, "nothing: it is assumed", true},
 		"version 1 without a limit":   {memlimit.Limit(math.MaxUint64), none, unknownMemory, "nothing: it is assumed", false},
 	} {
-		got, from, unseen := leastOf(tc.group, tc.machine)
+		got, from, unseen := memoryLimit(tc.group, tc.machine)
 		if got != tc.want || from != tc.from || (unseen != nil) != tc.unseen {
 			t.Errorf("%s: got %d from %s, unseen: %v; want %d", name, got, from, unseen, tc.want)
 		}

@@ -106,14 +106,14 @@ func hasTerminal() bool {
 // Run runs a server until ctx ends. Once it listens, it writes its address to ready.
 func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	log, lines := newLog(c)
-	defer lines.end()
+	defer lines.flush()
 	id, err := c.identity(log)
 	if err == nil {
-		err = errors.Join(c.mayOpen("listen", c.listen, id), c.mayOpen("metrics", c.metrics, id))
+		err = errors.Join(c.checkExposed("listen", c.listen, id), c.checkExposed("metrics", c.metrics, id))
 	}
 	services, bad := c.dropIns()
 	for _, d := range services {
-		bad = errors.Join(bad, c.mayOpen(d.flag, d.address, id))
+		bad = errors.Join(bad, c.checkExposed(d.flag, d.address, id))
 	}
 	if err = errors.Join(err, bad); err != nil {
 		return err
@@ -139,7 +139,7 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 			}
 		}))
 	}
-	memory, from, unseen := leastOf(memlimit.FromCgroup, memlimit.FromSystem)
+	memory, from, unseen := memoryLimit(memlimit.FromCgroup, memlimit.FromSystem)
 	log.Info("starting", slog.String("version", Version), slog.Int("pid", os.Getpid()), slog.String("memory", display.Size(memory)), slog.String("memory_from", from))
 	if unseen != nil && from != "GOMEMLIMIT" {
 		log.Warn("the memory limit of this container, if it has one, cannot be seen: set --memory and GOMEMLIMIT", slog.String("reason", unseen.Error()))
@@ -153,7 +153,7 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	tensors, err := besideFiles(pushed, c.files, log)
+	tensors, err := withFiles(pushed, c.files, log)
 	if err != nil {
 		return err
 	}
@@ -191,9 +191,9 @@ func Run(ctx context.Context, c Config, ready io.Writer) (err error) {
 	var draining atomic.Bool
 	serving := func() bool { return !draining.Load() }
 	watching := make(chan error, 2)
-	at, unwatch, bad := beside("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching, log)
+	at, unwatch, bad := serveHTTP("metrics", c.metrics, id, metrics.Handler(registry, serving, c.pprof), watching, log)
 	defer unwatch()
-	probes, unprobe, err := beside("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching, log)
+	probes, unprobe, err := serveHTTP("health-listen", c.health, nil, metrics.Probes(serving, s.Health()), watching, log)
 	defer unprobe()
 	if err = errors.Join(bad, err); err != nil {
 		s.Close()
@@ -245,9 +245,9 @@ func ConnectionsOf(descriptors int) int {
 	return descriptors - max(descriptors/4, min(keptDescriptors, descriptors/2))
 }
 
-// beside serves h on the address of a flag, unless that is off, until stop; failed receives an
+// serveHTTP serves h on the address of a flag, unless that is off, until stop; failed receives an
 // end before. What other machines reach is secured by id, if there is one.
-func beside(flag, address string, id *identity.Server, h http.Handler, failed chan<- error, log *slog.Logger) (at string, stop func(), err error) {
+func serveHTTP(flag, address string, id *identity.Server, h http.Handler, failed chan<- error, log *slog.Logger) (at string, stop func(), err error) {
 	if address == off {
 		return off, func() {}, nil
 	}
@@ -274,7 +274,7 @@ func listen(flag, address string, bbr bool) (l net.Listener, err error) {
 	if path, ok := strings.CutPrefix(address, "unix:"); ok {
 		path = strings.TrimPrefix(path, "//")
 		l, err = net.Listen("unix", path)
-		if errors.Is(err, syscall.EADDRINUSE) && abandoned(path) {
+		if errors.Is(err, syscall.EADDRINUSE) && removeStaleSocket(path) {
 			l, err = net.Listen("unix", path)
 		}
 	} else if _, _, err = net.SplitHostPort(address); err == nil {
@@ -300,8 +300,8 @@ func exposed(address string) bool {
 	return err == nil && !strings.HasPrefix(address, "unix:") && host != "localhost" && (ip == nil || !ip.IsLoopback())
 }
 
-// abandoned removes a socket on which nothing listens, and no other file, if it can.
-func abandoned(path string) bool {
+// removeStaleSocket removes a socket on which nothing listens, and no other file, if it can.
+func removeStaleSocket(path string) bool {
 	if i, err := os.Lstat(path); err != nil || i.Mode().Type() != os.ModeSocket {
 		return false
 	}

@@ -33,7 +33,7 @@ func Run(ctx context.Context, root *cobra.Command) int {
 		code = fail.ExitSettings
 	}
 	if c.Name() == "serve" { // nobody may read what it says
-		defer time.AfterFunc(serve.LastWords, func() { os.Exit(code) }).Stop()
+		defer time.AfterFunc(serve.FlushWait, func() { os.Exit(code) }).Stop()
 	}
 	if f := c.Flag("log-format"); f != nil && f.Value.String() == serve.LogJSON { // of serve, whose log goes on
 		attrs := []any{slog.String("error", text)}
