@@ -108,7 +108,7 @@ func (f *Store) rescan(always bool) error {
 func (f *Store) foldersUnchanged() bool {
 	for path, at := range f.scan.dirs {
 		if at.IsZero() { // its permissions may change, which its time does not show
-			if _, _, err := readDir(path); err == nil {
+			if _, err := os.ReadDir(path); err == nil {
 				return false
 			}
 		} else if now, err := os.Stat(path); err != nil || !now.ModTime().Equal(at) {
@@ -126,66 +126,39 @@ func (f *Store) foldersUnchanged() bool {
 // walk returns the folders with their times, and the paths of the model files in them,
 // relative to the folder, without those that belong to an index.
 func (f *Store) walk() (dirs map[string]time.Time, found []string, err error) {
-	dirs = map[string]time.Time{}
-	for pending := []string{"."}; len(pending) > 0; pending = pending[1:] {
-		dir := pending[0]
-		path := filepath.Join(f.dir, dir)
-		at, entries, err := readDir(path)
+	dirs, shards := map[string]time.Time{}, map[string]bool{}
+	err = filepath.WalkDir(f.dir, func(path string, e fs.DirEntry, err error) error {
 		switch {
 		case shelf.OutOfFiles(err):
-			return nil, nil, fmt.Errorf("store: %w", err)
-		case err != nil && dir == ".":
-			return nil, nil, fmt.Errorf("%w: %w", store.ErrUnavailable, err)
+			return fmt.Errorf("store: %w", err)
+		case err != nil && path == f.dir:
+			return fmt.Errorf("%w: %w", store.ErrUnavailable, err)
 		case err != nil:
 			if _, known := f.scan.dirs[path]; !known {
-				f.config.Log.Warn("folder cannot be read", slog.String("folder", dir), slog.Any("error", err))
+				f.config.Log.Warn("folder cannot be read", slog.String("folder", f.relative(path)), slog.Any("error", err))
 			}
-			at = time.Time{}
-		}
-		dirs[path] = at
-		sub, files := f.classify(dir, entries)
-		pending = append(pending, sub...)
-		found = append(found, files...)
-	}
-	return dirs, found, nil
-}
-
-// readDir reads a folder, and its modification time, in directory order: it may hold
-// thousands of pushed tensors.
-func readDir(path string) (at time.Time, entries []fs.DirEntry, err error) {
-	dir, err := os.Open(path)
-	if err != nil {
-		return at, nil, err
-	}
-	defer dir.Close()
-	info, err := dir.Stat()
-	if err != nil {
-		return at, nil, err
-	}
-	entries, err = dir.ReadDir(-1)
-	return info.ModTime(), entries, err
-}
-
-// classify separates the subfolders of a folder from the model files.
-func (f *Store) classify(dir string, entries []fs.DirEntry) (sub, found []string) {
-	shards := map[string]bool{}
-	for _, e := range entries {
-		switch name := e.Name(); {
-		case strings.HasPrefix(name, "."):
+			dirs[path] = time.Time{}
+		case e.IsDir() && path != f.dir && (f.config.Flat || strings.HasPrefix(e.Name(), ".")):
+			return fs.SkipDir
 		case e.IsDir():
-			if !f.config.Flat {
-				sub = append(sub, filepath.Join(dir, name))
+			if info, err := e.Info(); err == nil { // of before it is read
+				dirs[path] = info.ModTime()
 			}
-		case f.config.Skip != nil && f.config.Skip(name):
-		case strings.HasSuffix(name, tensorfile.FileSuffix), strings.HasSuffix(name, tensorfile.IndexSuffix):
-			path := filepath.Join(dir, name)
-			found = append(found, path)
-			for _, shard := range tensorfile.PathsOf(filepath.Join(f.dir, path))[1:] {
-				shards[filepath.Base(shard)] = true
+		case strings.HasPrefix(e.Name(), "."), f.config.Skip != nil && f.config.Skip(e.Name()):
+		case strings.HasSuffix(path, tensorfile.FileSuffix), strings.HasSuffix(path, tensorfile.IndexSuffix):
+			found = append(found, f.relative(path))
+			for _, shard := range tensorfile.PathsOf(path)[1:] {
+				shards[f.relative(shard)] = true
 			}
 		}
-	}
-	return sub, slices.DeleteFunc(found, func(path string) bool { return shards[filepath.Base(path)] })
+		return nil
+	})
+	return dirs, slices.DeleteFunc(found, func(path string) bool { return shards[path] }), err
+}
+
+// relative returns a path below the folder relative to it.
+func (f *Store) relative(path string) string {
+	return strings.TrimPrefix(path[len(f.dir):], string(filepath.Separator))
 }
 
 // readHeaders reads the headers of new and changed files.
