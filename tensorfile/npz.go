@@ -42,7 +42,7 @@ func OpenNPZ(path string) (*NPZ, error) {
 func readNPZ(r io.ReaderAt, size int64) (*NPZ, error) {
 	archive, err := zip.NewReader(r, size)
 	if err != nil {
-		return nil, zipError(early(err))
+		return nil, zipError(unexpectedEOF(err))
 	}
 	z := &NPZ{members: make(map[string]*zip.File, len(archive.File))}
 	for _, f := range archive.File {
@@ -57,12 +57,12 @@ func readNPZ(r io.ReaderAt, size int64) (*NPZ, error) {
 		}
 		z.names, z.members[name] = append(z.names, name), f
 	}
-	return z, apart(archive.File)
+	return z, checkOverlap(archive.File)
 }
 
-// apart checks that no two members share bytes: an archive could otherwise hold the same
+// checkOverlap checks that no two members share bytes: an archive could otherwise hold the same
 // bytes under thousands of names.
-func apart(members []*zip.File) error {
+func checkOverlap(members []*zip.File) error {
 	type span struct {
 		name       string
 		begin, end int64 // with the part of its local header that every member has
@@ -71,7 +71,7 @@ func apart(members []*zip.File) error {
 	for i, f := range members {
 		data, err := f.DataOffset()
 		if err != nil {
-			return zipError(early(err))
+			return zipError(unexpectedEOF(err))
 		}
 		size := int64(min(f.CompressedSize64, uint64(math.MaxInt64-data))) // too much is found when it is read
 		spans[i] = span{f.Name, data - zipHeader, data + size}
@@ -130,7 +130,7 @@ func member(f *zip.File) (a Array, err error) {
 			if err == nil {
 				_, err = io.CopyN(io.Discard, m, header)
 			}
-			return &checked{m, header + size}, zipError(early(err))
+			return &checked{m, header + size}, zipError(unexpectedEOF(err))
 		}})
 	}
 	return a, err
@@ -144,7 +144,7 @@ type unzipped struct {
 
 func unzip(f *zip.File) (*unzipped, error) {
 	r, err := f.Open()
-	return &unzipped{ReadCloser: r}, zipError(early(err))
+	return &unzipped{ReadCloser: r}, zipError(unexpectedEOF(err))
 }
 
 func (u *unzipped) Read(p []byte) (int, error) {
@@ -180,13 +180,13 @@ func (c *checked) Read(p []byte) (int, error) {
 		err = c.end()
 	}
 	if err != nil {
-		return 0, zipError(early(err))
+		return 0, zipError(unexpectedEOF(err))
 	}
 	return n, nil
 }
 
-// early is the error of what may not end yet.
-func early(err error) error {
+// unexpectedEOF is the error of reading what may not end yet.
+func unexpectedEOF(err error) error {
 	if errors.Is(err, io.EOF) {
 		return io.ErrUnexpectedEOF
 	}

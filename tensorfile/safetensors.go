@@ -222,7 +222,7 @@ func parseSafetensorsHeader(header []byte, dataBytes int64) ([]Entry, map[string
 		}
 	})
 	if p.err == nil {
-		p.cover(dataBytes)
+		p.checkCoverage(dataBytes)
 	}
 	if p.err != nil {
 		return nil, nil, p.err
@@ -248,8 +248,8 @@ func newHeaderParser(text []byte, what string) headerParser {
 	return p
 }
 
-// more fails if there may be no more than n of something.
-func (p *headerParser) more(n int, what string) {
+// checkCount fails if there may be no more than n of something.
+func (p *headerParser) checkCount(n int, what string) {
 	if n >= MaxEntries {
 		p.fail("there are more than %d %s, the limit", MaxEntries, what)
 	}
@@ -259,14 +259,14 @@ func (p *headerParser) more(n int, what string) {
 func (p *headerParser) texts(what string) map[string]string {
 	m := map[string]string{}
 	p.object(what, func(k string) {
-		p.more(len(m), "texts")
+		p.checkCount(len(m), "texts")
 		m[k] = p.text(k)
 	})
 	return m
 }
 
 func (p *headerParser) entry(name string) {
-	p.more(len(p.entries), "tensors")
+	p.checkCount(len(p.entries), "tensors")
 	e := Entry{Name: name}
 	var seen int
 	p.object(name, func(key string) {
@@ -320,9 +320,9 @@ func (p *headerParser) entry(name string) {
 	}
 }
 
-// cover checks that the tensors leave no hole, no overlap and no rest. Empty
+// checkCoverage checks that the tensors leave no hole, no overlap and no rest. Empty
 // tensors may share an offset, at the seams of the others.
-func (p *headerParser) cover(dataBytes int64) {
+func (p *headerParser) checkCoverage(dataBytes int64) {
 	slices.SortFunc(p.entries, func(a, b Entry) int {
 		return cmp.Or(cmp.Compare(a.Off, b.Off), cmp.Compare(a.Bytes, b.Bytes), cmp.Compare(a.Name, b.Name))
 	})
@@ -445,7 +445,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 	}
 	if len(metadata) > 0 {
 		for k, v := range metadata {
-			if !sound(k) || !sound(v) {
+			if !isSound(k) || !isSound(v) {
 				return nil, fmt.Errorf("%w: safetensors: metadata %q: %q is not text in UTF-8", ErrFormat, k, v)
 			}
 		}
@@ -457,7 +457,7 @@ func SafetensorsHeader(tensors []Entry, metadata map[string]string) ([]byte, err
 		dtype := rank(t.Desc.DType)
 		n, err := t.Desc.Bytes()
 		switch {
-		case seen[t.Name] || t.Name == MetadataName || !sound(t.Name):
+		case seen[t.Name] || t.Name == MetadataName || !isSound(t.Name):
 			return nil, fmt.Errorf("%w: safetensors: the name %q is taken, reserved or not UTF-8", ErrFormat, t.Name)
 		case dtype < 0 && t.Desc.DType.Valid():
 			return nil, fmt.Errorf("%w: safetensors has no type for tensor %q of %v; write it as .npy", ErrUnsupported, t.Name, t.Desc.DType)
@@ -493,8 +493,8 @@ func Order(a, b Entry) int {
 	return cmp.Or(cmp.Compare(rank(a.Desc.DType), rank(b.Desc.DType)), cmp.Compare(a.Name, b.Name))
 }
 
-// sound reports whether a text comes back from JSON as it went in.
-func sound(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, utf8.RuneError) }
+// isSound reports whether a text comes back from JSON as it went in.
+func isSound(s string) bool { return utf8.ValidString(s) && !strings.ContainsRune(s, utf8.RuneError) }
 
 // quote returns v as JSON, with no character escaped that need not be. Strings, and
 // maps and structs of them, cannot fail.

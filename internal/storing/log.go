@@ -69,14 +69,14 @@ func (l *transferLog) begin(id tensor.ID, k serving.Direction, on *serving.Sessi
 	return r, nil
 }
 
-// find returns the record of a transfer, nil if there is none, and its session while it is open.
-func (l *transferLog) find(id tensor.ID) (r *record, on *serving.Session) {
+// openOn returns the record of a transfer that is open on a session, nil if there is none.
+func (l *transferLog) openOn(on *serving.Session, id tensor.ID) *record {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if r = l.byID[id]; r != nil {
-		on = r.session
+	if r := l.byID[id]; r != nil && r.session == on {
+		return r
 	}
-	return r, on
+	return nil
 }
 
 // tensor adds a tensor to a record.

@@ -58,7 +58,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 // the RPC has ended.
 func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
 	code, text := s.Status(cause)
-	if r, on := s.log.find(id); on == sess && s.log.end(r, code, text) {
+	if r := s.log.openOn(sess, id); r != nil && s.log.end(r, code, text) {
 		s.TransferEnded(r.Kind, code, r.bytes.Load())
 	}
 }

@@ -77,10 +77,10 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			name = e.Desc.Name
 		}
 		state := p.service.log.tensor(p.record, e.Tensor, name, e.Desc.SizeBytes)
-		p.end(m, now, state, p.failed(frame.Summary{Tensor: e.Tensor, Name: name, SizeBytes: e.Desc.SizeBytes}, err))
+		p.endTensor(m, now, state, p.failed(frame.Summary{Tensor: e.Tensor, Name: name, SizeBytes: e.Desc.SizeBytes}, err))
 	case stream.EventEnd:
 		p.ended = true
-		p.settle(m)
+		p.finishIfDone(m)
 	case stream.EventStop:
 		p.cancel(&frame.Error{Code: e.Code, Text: e.Text})
 	case stream.EventClosed:
@@ -151,8 +151,8 @@ func (w *placed) WriteViews(off int64, views [][]byte) error {
 	return w.service.protect(func() error { return w.writer.WriteViews(w.ctx, off, views) })
 }
 
-// end returns the writer, which nobody uses any more.
-func (w *placed) end() store.Writer {
+// takeWriter returns the writer, which nobody uses any more.
+func (w *placed) takeWriter() store.Writer {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	writer := w.writer
@@ -209,17 +209,17 @@ func (in *incoming) run() {
 		if err == nil && p.all && p.ctx.Err() != nil { // the set has failed while this tensor became ready
 			sum = p.failed(sum, context.Cause(p.ctx))
 		} else if err == nil && p.all {
-			kept = in.place.end()
+			kept = in.place.takeWriter()
 			p.set = append(p.set, kept)
 		}
 		delete(p.tensors, in.desc.Tensor)
-		p.end(m, now, in.state, sum)
+		p.endTensor(m, now, in.state, sum)
 	})
 	for !in.landing.Home() { // until no chunk is being written to it
 		<-in.news
 	}
 	if in.place != nil && kept == nil {
-		if w := in.place.end(); w != nil {
+		if w := in.place.takeWriter(); w != nil {
 			p.service.discard(w)
 		}
 	}
@@ -312,8 +312,8 @@ func (in *incoming) isWhole() (whole bool) {
 	return whole
 }
 
-// end ends a tensor, and with it the set that it fails; the session is locked.
-func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
+// endTensor ends a tensor, and with it the set that it fails; the session is locked.
+func (p *put) endTensor(m *stream.Machine, now stream.Instant, state *progress, sum frame.Summary) {
 	p.summarize(m, now, state, sum)
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
@@ -327,15 +327,15 @@ func (p *put) end(m *stream.Machine, now stream.Instant, state *progress, sum fr
 		}
 	}
 	if p.all && sum.Code != frame.OK && !p.summed { // else a desc came after the end
-		p.cancel(&frame.Error{Code: sum.Code, Text: sum.Message}) // before the end, which may have come, settles
+		p.cancel(&frame.Error{Code: sum.Code, Text: sum.Message}) // before the end, which may have come, finishes
 		p.finish(m, frame.Done{Code: sum.Code, Message: "nothing of the set is stored: " + sum.Message, RetryAfterMillis: sum.RetryAfterMillis})
 		return
 	}
-	p.settle(m)
+	p.finishIfDone(m)
 }
 
-// settle ends the call when every tensor has ended; the session is locked.
-func (p *put) settle(m *stream.Machine) {
+// finishIfDone ends the call when every tensor has ended; the session is locked.
+func (p *put) finishIfDone(m *stream.Machine) {
 	if !p.ended || p.open > 0 || p.summed || p.ctx.Err() != nil {
 		return
 	}

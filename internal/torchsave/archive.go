@@ -95,9 +95,9 @@ func (r *record) entry() []byte {
 	return append(append(b, r.name...), extra...)
 }
 
-// ends are ZIP64's end record, its locator and the end record of zip behind a directory of n
+// endRecords are ZIP64's end record, its locator and the end record of zip behind a directory of n
 // entries that lies between two offsets.
-func ends(n int, from, to int64) []byte {
+func endRecords(n int, from, to int64) []byte {
 	b := append([]byte(endBegin), 44, 0, 0, 0, 0, 0, 0, 0, 0x1e, 3, 45, 0, 0, 0, 0, 0, 0, 0, 0, 0) // its length, versions as torch has them, disks
 	for _, v := range []int64{int64(n), int64(n), to - from, from} {
 		b = le.AppendUint64(b, uint64(v))
@@ -110,9 +110,9 @@ func ends(n int, from, to int64) []byte {
 	return append(b, 0, 0) // no comment
 }
 
-// same reports whether what came is what was to come, but for ranges of bytes: versions,
+// matches reports whether what came is what was to come, but for ranges of bytes: versions,
 // times and attributes may be anything.
-func same(came, want []byte, anything ...[2]int) bool {
+func matches(came, want []byte, anything ...[2]int) bool {
 	came = slices.Clone(came[:len(want)])
 	for _, a := range anything {
 		copy(came[a[0]:a[1]], want[a[0]:])

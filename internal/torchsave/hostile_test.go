@@ -35,7 +35,7 @@ func closed(b []byte, records []record) []byte {
 	for _, r := range records {
 		b = append(b, r.entry()...)
 	}
-	return append(b, ends(len(records), from, int64(len(b)))...)
+	return append(b, endRecords(len(records), from, int64(len(b)))...)
 }
 
 var (

@@ -242,18 +242,18 @@ func (r *Reader) directory(b []byte) int {
 	if len(b) < len(want) {
 		return 0
 	}
-	r.m.must(same(b, want, [2]int{4, 8}, [2]int{12, 16}, [2]int{36, 42}), malformed, "the directory does not have the record %q as it came", rec.name)
+	r.m.must(matches(b, want, [2]int{4, 8}, [2]int{12, 16}, [2]int{36, 42}), malformed, "the directory does not have the record %q as it came", rec.name)
 	r.listed++
 	return len(want)
 }
 
 // end takes what follows the directory.
 func (r *Reader) end(b []byte) int {
-	want := ends(r.listed, r.listing, r.pos)
+	want := endRecords(r.listed, r.listing, r.pos)
 	if !r.m.must(!r.over, malformed, "bytes follow the end of the file") || len(b) < len(want) {
 		return 0
 	}
-	r.m.must(same(b, want, [2]int{12, 16}), malformed, "the directory does not end with what came")
+	r.m.must(matches(b, want, [2]int{12, 16}), malformed, "the directory does not end with what came")
 	r.over = true
 	return len(want)
 }

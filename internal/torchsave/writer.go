@@ -112,7 +112,7 @@ func (p *Parts) Gap(i int, crcs []uint32) []byte {
 	for _, r := range whole.records {
 		b = append(b, r.entry()...)
 	}
-	return append(b, ends(len(whole.records), from, p.offsets[i]+int64(len(b)))...)
+	return append(b, endRecords(len(whole.records), from, p.offsets[i]+int64(len(b)))...)
 }
 
 // appendTensor appends the opcodes of a dense tensor that fills the storage of a key.

@@ -151,8 +151,8 @@ func Open(dir string, config Config) (*Store, error) {
 		dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk,
 		pool: shelf.ViewPool(),
 	}
-	// First of all isHere: otherwise the temporary files belong to another store.
-	for _, step := range []func() error{f.isHere, f.readManifest, f.finish, f.load} {
+	// First of all checkFolder: otherwise the temporary files belong to another store.
+	for _, step := range []func() error{f.checkFolder, f.readManifest, f.finish, f.load} {
 		if err := step(); err != nil {
 			return nil, errors.Join(err, lock.Close())
 		}
@@ -160,10 +160,10 @@ func Open(dir string, config Config) (*Store, error) {
 	return f, nil
 }
 
-// isHere reports, with an error that wraps ErrUnavailable, whether the folder is still the
+// checkFolder reports, with an error that wraps ErrUnavailable, whether the folder is still the
 // one that this store has locked. If the folder was replaced, another store may have locked
 // the new one.
-func (f *Store) isHere() error {
+func (f *Store) checkFolder() error {
 	now, err := os.Stat(filepath.Join(f.dir, lockFile))
 	switch {
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
@@ -174,12 +174,12 @@ func (f *Store) isHere() error {
 	return fmt.Errorf("%w: the folder %s, or the %s in it, was removed or replaced while this store had it; restart the server", store.ErrUnavailable, f.dir, lockFile)
 }
 
-// usable reports whether the store may be used.
-func (f *Store) usable() error {
+// checkUsable reports whether the store may be used.
+func (f *Store) checkUsable() error {
 	f.index.Lock()
 	err := f.index.Closed()
 	f.index.Unlock()
-	return cmp.Or(err, f.isHere())
+	return cmp.Or(err, f.checkFolder())
 }
 
 // load deletes the files of unfinished pushes and reads the headers of the others.
@@ -234,7 +234,7 @@ func (f *Store) lockName(file string) (unlock func()) {
 func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
 	size, err := shelf.CheckNew(ctx, name, d, metadata)
 	if err == nil {
-		err = f.usable()
+		err = f.checkUsable()
 	}
 	if err != nil {
 		return nil, err
@@ -258,7 +258,7 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 		err = f.allocate(w.file, w.header+size)
 	}
 	if err != nil {
-		err = w.failed("reserve space for", err)
+		err = w.wrap("reserve space for", err)
 		w.Abort()
 		return nil, err
 	}
@@ -290,7 +290,7 @@ func (f *Store) reserve(name string, header, size, metadata int64) error {
 
 // Open implements Store.
 func (f *Store) Open(_ context.Context, name string) (store.Reader, error) {
-	if err := f.usable(); err != nil {
+	if err := f.checkUsable(); err != nil {
 		return nil, err
 	}
 	defer f.lockName(fileName(name))()                           // so the file is p's
@@ -339,7 +339,7 @@ func (f *Store) forget(p *pushed) {
 
 // List implements Store.
 func (f *Store) List(ctx context.Context, glob, after string, most int) ([]store.Info, error) {
-	if err := f.usable(); err != nil {
+	if err := f.checkUsable(); err != nil {
 		return nil, err
 	}
 	return f.index.List(ctx, glob, after, most)
@@ -370,7 +370,7 @@ func (f *Store) delete(name string) (existed bool, err error) {
 		return false, nil
 	}
 	if err := f.remove(filepath.Join(f.dir, file)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return false, changing(fmt.Sprintf("delete tensor %q", name), err)
+		return false, changeError(fmt.Sprintf("delete tensor %q", name), err)
 	}
 	f.forget(p)
 	return true, nil
@@ -419,7 +419,7 @@ func (w *writer) WriteViews(ctx context.Context, off int64, views [][]byte) erro
 		return err
 	}
 	if err := w.folder.write(w.file, w.header+off, views); err != nil {
-		return w.failed("write", err)
+		return w.wrap("write", err)
 	}
 	for _, v := range views {
 		w.order.Wrote(off, v)
@@ -445,10 +445,10 @@ func (w *writer) Commit(context.Context) (store.Info, error) {
 	}
 	defer unlock()
 	if err := f.rename(filepath.Join(f.dir, w.temp), filepath.Join(f.dir, p.file)); err != nil {
-		return store.Info{}, w.failed("name", err)
+		return store.Info{}, w.wrap("name", err)
 	}
 	syncErr := f.syncNames(f.dir)
-	f.show(p)
+	f.publish(p)
 	w.pushed = nil
 	if syncErr != nil { // the older tensor is gone
 		return p.info.Clone(), fmt.Errorf("store: tensor %q is stored, but may not survive a power failure: %w", p.info.Name, syncErr)
@@ -456,8 +456,8 @@ func (w *writer) Commit(context.Context) (store.Info, error) {
 	return p.info.Clone(), nil
 }
 
-// show makes what Writers have made visible, in place of older tensors.
-func (f *Store) show(made ...*pushed) {
+// publish makes what Writers have made visible, in place of older tensors.
+func (f *Store) publish(made ...*pushed) {
 	f.index.Lock()
 	defer f.index.Unlock()
 	for _, old := range f.index.Put(made...) {
@@ -477,7 +477,7 @@ func (w *writer) NameIn(s store.Store) string {
 func (w *writer) seal() error {
 	if w.file != nil {
 		if err := errors.Join(w.complete(), w.file.Close()); err != nil {
-			w.sealErr = w.failed("finish", err) // another fsync would succeed, although bytes are lost
+			w.sealErr = w.wrap("finish", err) // another fsync would succeed, although bytes are lost
 		}
 		w.file = nil
 	}
@@ -516,20 +516,20 @@ func (w *writer) Abort() {
 	w.folder.writers--
 }
 
-// failed returns the error of a failed operation, which wraps ErrFull if the disk is full.
-func (w *writer) failed(what string, err error) error {
+// wrap returns the error of an operation, which wraps ErrFull if the disk is full.
+func (w *writer) wrap(what string, err error) error {
 	name, n := w.pushed.info.Name, w.header+w.size
 	var errno syscall.Errno
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
 		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", store.ErrFull, what, name, n, errno)
 	}
-	return changing(fmt.Sprintf("%s tensor %q", what, name), err)
+	return changeError(fmt.Sprintf("%s tensor %q", what, name), err)
 }
 
-// changing returns the error of a change to the folder, which wraps ErrUnwritable if other
+// changeError returns the error of a change to the folder, which wraps ErrUnwritable if other
 // changes would fail, too.
-func changing(what string, err error) error {
+func changeError(what string, err error) error {
 	if errors.Is(err, fs.ErrPermission) || errors.Is(err, syscall.EROFS) || errors.Is(err, syscall.EIO) {
 		return fmt.Errorf("%w: %s: %w", store.ErrUnwritable, what, err)
 	}

@@ -409,14 +409,14 @@ func TestAFolderThatCannotBeWrittenSaysSo(t *testing.T) {
 func TestADiskThatFillsUpIsFull(t *testing.T) {
 	w := &writer{header: 8, size: 2, pushed: &pushed{info: store.Info{Name: "x"}}}
 	for _, cause := range []error{syscall.ENOSPC, syscall.EDQUOT, &os.PathError{Op: "write", Path: "x", Err: syscall.ENOSPC}} {
-		require.ErrorIs(t, w.failed("write", cause), store.ErrFull)
+		require.ErrorIs(t, w.wrap("write", cause), store.ErrFull)
 	}
 	for _, cause := range []error{syscall.EIO, syscall.EROFS, syscall.EACCES, &os.PathError{Op: "open", Path: "x", Err: syscall.EPERM}} {
-		require.ErrorIs(t, w.failed("reserve space for", cause), store.ErrUnwritable)
+		require.ErrorIs(t, w.wrap("reserve space for", cause), store.ErrUnwritable)
 	}
-	require.NotErrorIs(t, w.failed("reserve space for", syscall.EMFILE), store.ErrUnwritable)
-	require.NotErrorIs(t, w.failed("write", syscall.EIO), store.ErrFull)
-	require.ErrorIs(t, w.failed("write", syscall.EIO), syscall.EIO)
+	require.NotErrorIs(t, w.wrap("reserve space for", syscall.EMFILE), store.ErrUnwritable)
+	require.NotErrorIs(t, w.wrap("write", syscall.EIO), store.ErrFull)
+	require.ErrorIs(t, w.wrap("write", syscall.EIO), syscall.EIO)
 }
 
 func TestAWholeFileAppearsAsItsTensors(t *testing.T) {

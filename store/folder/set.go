@@ -14,7 +14,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-	"sync/atomic"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/shelf"
@@ -50,7 +49,7 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 	if err := f.finish(); err != nil {
 		return nil, err
 	}
-	if err := f.usable(); err != nil {
+	if err := f.checkUsable(); err != nil {
 		return nil, err
 	}
 	m := &manifest{}
@@ -58,7 +57,7 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 		m.moves = append(m.moves, move{w.temp, w.pushed.file, w.pushed})
 	}
 	if err := m.write(f); err != nil {
-		return nil, fmt.Errorf("%w, with %d others", set[0].failed("commit", err), len(set)-1)
+		return nil, fmt.Errorf("%w, with %d others", set[0].wrap("commit", err), len(set)-1)
 	}
 	syncErr := f.syncNames(f.dir)
 	m.durable, f.unfinished = syncErr == nil, m
@@ -69,7 +68,7 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 		made[i], infos[i], w.pushed = w.pushed, w.pushed.info.Clone(), nil
 	}
 	f.changes.Lock()
-	f.show(made...)
+	f.publish(made...)
 	f.changes.Unlock()
 	if syncErr != nil {
 		return infos, fmt.Errorf("store: a set of %d tensors is stored, but may not survive a power failure: %w", len(set), syncErr)
@@ -84,13 +83,12 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 // fsyncs overlap.
 func sealAll(ctx context.Context, set []*writer) error {
 	errs := make([]error, sealers)
-	var next atomic.Int64
 	var wg sync.WaitGroup
 	for i := range errs {
 		wg.Go(func() {
-			for n := next.Add(1); errs[i] == nil && n <= int64(len(set)); n = next.Add(1) {
+			for n := i; n < len(set) && errs[i] == nil; n += sealers {
 				if errs[i] = context.Cause(ctx); errs[i] == nil {
-					errs[i] = set[n-1].seal()
+					errs[i] = set[n].seal()
 				}
 			}
 		})
@@ -108,7 +106,7 @@ type manifest struct {
 // move gives a file of a set its name.
 type move struct {
 	temp, file string
-	made       *pushed // nil after a restart
+	pushed     *pushed // nil after a restart
 }
 
 // text returns what the manifest's file holds: a line for each file, and a digest.
@@ -193,7 +191,7 @@ func (f *Store) finish() (err error) {
 		return nil
 	}
 	defer func() { f.stuck.Store(err != nil) }()
-	if err := f.isHere(); err != nil {
+	if err := f.checkFolder(); err != nil {
 		return err
 	}
 	if !u.durable {
@@ -218,7 +216,7 @@ func (f *Store) finish() (err error) {
 		}
 	}
 	if err != nil {
-		return changing("finish the set in "+manifestFile, err)
+		return changeError("finish the set in "+manifestFile, err)
 	}
 	f.unfinished = nil
 	return nil
@@ -227,12 +225,12 @@ func (f *Store) finish() (err error) {
 // move renames a file of a set, unless that is done. A missing one was renamed before a
 // crash, or another program has deleted it. The caller holds the name's lock.
 func (f *Store) move(m move) error {
-	if m.made != nil && m.made.file == m.file {
+	if m.pushed != nil && m.pushed.file == m.file {
 		return nil
 	}
 	err := f.rename(filepath.Join(f.dir, m.temp), filepath.Join(f.dir, m.file))
-	if err == nil && m.made != nil {
-		m.made.file = m.file
+	if err == nil && m.pushed != nil {
+		m.pushed.file = m.file
 	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -257,10 +255,10 @@ func (f *Store) change(name, file string) (unlock func(), err error) {
 	}
 	unlockName := f.lockName(file)
 	unlock = func() { unlockName(); f.changes.RUnlock() }
-	err = f.usable()
+	err = f.checkUsable()
 	if p, known := f.index.Find(name); err == nil && known {
 		if err = f.move(move{p.file, file, p}); err != nil {
-			err = changing("finish the set in "+manifestFile, err)
+			err = changeError("finish the set in "+manifestFile, err)
 		}
 	}
 	if err != nil {
