@@ -38,7 +38,7 @@ func TestATransferAllocatesUnderOnePercentOfItsBytes(t *testing.T) {
 		t.Skip("the race detector empties sync.Pool at random")
 	}
 	f := serve(t, nil)
-	const size = 256 * mib
+	const size = 64 * mib
 	for model, payload := range map[string]uint64{"sink": size, "echo": 2 * size} {
 		carry := carrier(t, f, model, size)
 		carry()
@@ -70,7 +70,7 @@ func TestNothingOfOursIsAllocatedPerChunk(t *testing.T) {
 	f := serve(t, nil)
 	for _, model := range []string{"sink", "echo"} {
 		// What a call costs once is in both counts, what a chunk costs is not.
-		const few, many = 32, 160
+		const few, many = 16, 80
 		count := func(chunks int) map[string]int64 {
 			carry := carrier(t, f, model, chunks*mib)
 			carry()

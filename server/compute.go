@@ -19,7 +19,7 @@ import (
 // Compute runs one small call for a caller that has no session.
 func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.ComputeResponse, error) {
 	began, r := time.Now(), rpcOf(ctx)
-	if err := r.hold(s.cfg.Budget, int64(proto.Size(req))); err != nil {
+	if err := s.hold(r.held, int64(proto.Size(req))); err != nil {
 		s.core.Refuse(admission.Calls)
 		return nil, err
 	}
@@ -45,35 +45,30 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 	return resp, nil
 }
 
-// small is memory set aside for a call whose inputs and outputs lie in Go's heap until it
-// has been computed. All of them have half of the budget, first of the part that is kept for
-// small calls: the models that they wait for need the rest.
-type small struct {
-	budget *slab.Budget
-	holder *slab.Principal // of all of them
-	bytes  int64
-}
+// The memory of small calls is set aside while their inputs and outputs lie in Go's heap. All
+// of them have half of the budget, first of the part that is kept for small calls: the models
+// that they wait for need the rest.
 
-func (s *Server) small() small { return small{budget: s.cfg.Budget, holder: s.smalls} }
+// account returns an empty account of small calls.
+func (s *Server) account() *slab.Account { return s.cfg.Budget.Account(s.smalls) }
 
-// take sets memory aside for so many bytes more, or says why not.
-func (h *small) take(bytes int64) error {
+// hold takes memory for so many bytes more in Go's heap, or says why not.
+func (s *Server) hold(a *slab.Account, bytes int64) error {
 	if bytes <= requestFree {
 		return nil
 	}
-	return h.takeMemory(inbound.HeapShare * bytes)
+	return s.take(a, inbound.HeapShare*bytes)
 }
 
-// takeMemory is take for bytes that do not lie in Go's heap. As much again, up to smallSpare, stays
-// free, for smaller ones.
-func (h *small) takeMemory(n int64) error {
+// take takes n bytes more, or says why not. As much again, up to smallSpare, stays free, for
+// smaller ones.
+func (s *Server) take(a *slab.Account, n int64) error {
 	spare := min(n, smallSpare)
-	if h.budget.TryAcquire(h.holder, n+spare) {
-		h.budget.Release(h.holder, spare)
-		h.bytes += n
+	if a.Take(n + spare) {
+		a.Release(spare)
 		return nil
 	}
-	_, _, limit := h.budget.Used()
+	_, _, limit := s.cfg.Budget.Used()
 	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
 	if n+spare > limit/2 { // and never will be
 		why.RetryMillis = 0
@@ -81,12 +76,4 @@ func (h *small) takeMemory(n int64) error {
 	}
 	why.Text += "; try again later"
 	return why
-}
-
-// free gives the memory back.
-func (h *small) free() {
-	if h.bytes > 0 {
-		h.budget.Release(h.holder, h.bytes)
-		h.bytes = 0
-	}
 }

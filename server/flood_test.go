@@ -31,9 +31,16 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// floodLarge makes of the test a measurement, with the attackers in a process of
-// their own: make bench-floods.
-var floodLarge = flag.Bool("flood.large", false, "measure the floods, large ones, from another process")
+var (
+	// floodAll runs all floods, not those alone that differ most: make nightly.
+	floodAll = flag.Bool("flood.all", false, "run all floods")
+	// floodLarge makes of the test a measurement, with the attackers in a process of
+	// their own: make bench-floods.
+	floodLarge = flag.Bool("flood.large", false, "measure all floods, large ones, from another process")
+)
+
+// floodsOften are those that run without a flag: of what is announced, read and decoded.
+var floodsOften = []string{"sessions that announce and never send", "pulls that nobody reads", "large requests"}
 
 // floodVariable names the flood that a process is to be, with the server's address.
 const floodVariable = "TENSORFERRY_FLOOD"
@@ -334,6 +341,9 @@ func TestAHealthyClientIsServedThroughAFlood(t *testing.T) {
 	}
 	neighbour := 1.0
 	for i, attackers := range floods {
+		if !*floodAll && !*floodLarge && !slices.Contains(floodsOften, attackers.name) {
+			continue
+		}
 		t.Run(attackers.name, func(t *testing.T) {
 			testkit.Start(t)
 			m := shelf(t, floodStore)

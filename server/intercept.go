@@ -62,14 +62,13 @@ type rpc struct {
 	received *inbound.RPC  // accounts for what has been received
 	caller   *guard.Caller // nil for an anonymous one
 	cancel   context.CancelCauseFunc
+	held     *slab.Account // for what a handler makes, and for the outputs of Models.Compute
 
 	stream atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
 	told   atomic.Pointer[error]                      // why it must end
 
 	mu   sync.Mutex     // guards all below
 	runs []*serving.Run // opened by the handler of a service
-	held small          // for what that makes, and for the outputs of Models.Compute
-	over bool           // nothing more is held
 }
 
 // rpcOf returns the RPC of ctx, or an empty one if there is none.
@@ -96,32 +95,6 @@ func (r *rpc) abandon() {
 	for _, run := range r.runs {
 		run.Abandon(errors.New("server: the handler of a service returned without ending its run"))
 	}
-}
-
-// hold sets memory of a budget aside until release. A handler may outlive its RPC.
-func (r *rpc) hold(budget *slab.Budget, bytes int64) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.over {
-		return context.Canceled
-	}
-	r.held.budget = budget
-	return r.held.take(bytes)
-}
-
-// covers returns the bytes that the handler may have without more memory set aside.
-func (r *rpc) covers() int64 {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return (r.received.Holds() + r.held.bytes) / inbound.HeapShare
-}
-
-// release gives back what hold set aside, for good if the RPC is over.
-func (r *rpc) release(over bool) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.over = r.over || over
-	r.held.free()
 }
 
 // handled records that the RPC of ctx has a handler.
@@ -160,7 +133,7 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 		left := time.Until(end)
 		inner, stop = context.WithDeadline(inner, end.Add(-min(max(left/earlyShare, earlyLeast), earlyMost)))
 	}
-	r := &rpc{cancel: cancel, caller: caller}
+	r := &rpc{cancel: cancel, caller: caller, held: e.server.account()}
 	var room bool
 	if r.received, room = conns.From(ctx).Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
 		stop()
@@ -195,8 +168,11 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 			m.Forget()
 		}
 	case *stats.End:
-		rpcOf(ctx).received.End()
-		rpcOf(ctx).release(true)
+		r := rpcOf(ctx)
+		r.received.End()
+		if r.held != nil {
+			r.held.Close()
+		}
 	}
 }
 
@@ -291,7 +267,8 @@ func (a accounted) RecvMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame { // nothing is held beside frames
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
-	rpcOf(a.Context()).release(false)
+	held := rpcOf(a.Context()).held
+	held.Release(held.Held())
 	req := wire.Request{Message: m}
 	if err := a.ServerStream.RecvMsg(&req); err != nil {
 		return receiveError(a.Context(), err)

@@ -3,6 +3,7 @@ package server
 import (
 	"cmp"
 	"context"
+	"errors"
 	"math"
 	"net"
 	"runtime"
@@ -20,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -122,7 +124,11 @@ func (m *Models) Connection(ctx context.Context) context.Context {
 // Hold charges bytes to Config.Budget that the handler of ctx's RPC is about to make, such as
 // an inflated input, until the RPC has ended or the handler receives its next message.
 func (m *Models) Hold(ctx context.Context, bytes int64) error {
-	return rpcOf(ctx).hold(m.server.cfg.Budget, bytes)
+	held := rpcOf(ctx).held
+	if held == nil {
+		return errors.New("server: Hold without an RPC")
+	}
+	return m.server.hold(held, bytes)
 }
 
 // Compute runs a model on tensors in memory, instead of r.Inputs, for the RPC of ctx. It
@@ -130,24 +136,26 @@ func (m *Models) Hold(ctx context.Context, bytes int64) error {
 // each direction. They are charged to Config.Budget as those of Hold are, but inputs only
 // beyond what the RPC's message and Hold are charged already.
 func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
-	of, budget := rpcOf(ctx), m.server.cfg.Budget
-	if ctx.Value(rpcKey{}) == nil { // nothing else ends it
-		defer of.release(true)
+	s, of := m.server, rpcOf(ctx)
+	held := of.held
+	if held == nil { // there is no RPC whose end would end it
+		held = s.account()
+		defer held.Close()
 	}
-	bytes := -of.covers()
+	bytes := -(of.received.Holds() + held.Held()) / inbound.HeapShare
 	data := make([]tensor.Tensor, len(in))
 	r.Inputs = make([]engine.Input, len(in))
 	for i, t := range in {
 		bytes += int64(len(t.Data))
 		r.Inputs[i].Port, data[i] = t.Port, t.Tensor
 	}
-	if err := of.hold(budget, bytes); err != nil {
-		m.server.core.Refuse(admission.Calls)
+	if err := s.hold(held, bytes); err != nil {
+		s.core.Refuse(admission.Calls)
 		return nil, engine.Stats{}, err
 	}
 	ctx, stop := r.limited(ctx)
 	defer stop()
-	results, info, st, err := m.server.core.Compute(ctx, m.caller(ctx), r.Model, r.call(), data, most, func(bytes int64) error { return of.hold(budget, bytes) })
+	results, info, st, err := s.core.Compute(ctx, m.caller(ctx), r.Model, r.call(), data, most, func(bytes int64) error { return s.hold(held, bytes) })
 	if err != nil {
 		return nil, st, err
 	}
@@ -203,32 +211,19 @@ func (m *Models) Get(ctx context.Context, name string, source bool, params map[s
 	return m.server.storing.Get(ctx, m.caller(ctx), frame.Selection{Name: name, Source: source, Params: params})
 }
 
-// Buffer is memory of Config.Pool. Its Bytes may have any content.
-type Buffer struct {
-	*slab.Slab
-	free func()
-}
-
-// Buffer returns n bytes for what a handler keeps beyond the message that it received last.
-// They are charged to Config.Budget, as the messages of small calls are, until Free.
-func (m *Models) Buffer(n int64) (Buffer, error) {
-	size := slab.SizeOf(n)
-	held := m.server.small()
-	if err := held.takeMemory(size); err != nil {
-		return Buffer{}, err
+// Buffer hands over memory of n bytes, with any content, for what a handler keeps beyond the
+// message that it received last. It is charged to Config.Budget, as the messages of small calls
+// are, until its last Release.
+func (m *Models) Buffer(n int64) (*slab.Slab, error) {
+	s, size, a := m.server, slab.SizeOf(n), m.server.account()
+	if err := s.take(a, size); err != nil {
+		return nil, err
 	}
-	mem, err := m.server.cfg.Pool.Get(int(n))
+	mem, err := a.Get(s.cfg.Pool, int(n), size)
 	if err != nil {
-		held.free()
-		return Buffer{}, m.server.storing.Explain(err)
+		return nil, s.storing.Explain(err)
 	}
-	return Buffer{mem, held.free}, nil
-}
-
-// Free releases the memory, unless it is retained. It must be called once.
-func (b Buffer) Free() {
-	b.Release()
-	b.free()
+	return mem, nil
 }
 
 func (m *Models) caller(ctx context.Context) *admission.Caller {

@@ -793,7 +793,7 @@ func TestTransfersOfAForeignServiceAreUnderTheLimitsOfTheServer(t *testing.T) {
 			if err != nil {
 				return err
 			}
-			defer b.Free()
+			defer b.Release()
 			evil = len(b.Bytes()) != 200*mib
 			_, err = m.Buffer(57 * mib)
 			return err

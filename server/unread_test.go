@@ -3,6 +3,7 @@ package server_test
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -285,6 +286,9 @@ func TestTheTextOfAStatusIsBounded(t *testing.T) {
 	}
 }
 
+// endings is how many sessions end: each after another number of chunks.
+var endings = flag.Int("endings", 60, "how many sessions end while their results are on the way; make nightly ends 200")
+
 // TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds has sessions end with an error
 // while their results are on the way, and reads to the end.
 func TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds(t *testing.T) {
@@ -292,7 +296,7 @@ func TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds(t *testing.T) {
 	f := serve(t, func(c *server.Config) { c.ThinFrames = 1 << 30 })
 	addCounting(t, f)
 	stub := pb.NewTensorServiceClient(f.dial(t))
-	for n := range 200 {
+	for n := range *endings {
 		s, err := stub.StreamTensors(t.Context())
 		require.NoError(t, err)
 		hello := &pb.Frame{Hello: &pb.Hello{Version: 1, SessionId: newID(), MaxChunkBytes: 32 << 10, Checksum: pb.Checksum_CHECKSUM_CRC32C, MaxOpenTensors: 64}}

@@ -364,28 +364,30 @@ func TestAStoreWhoseEndsPanicFailsItsPushAlone(t *testing.T) {
 // TestTheHealthOfAStoreFollowsWhetherItCanBeUsed: models are served meanwhile.
 func TestTheHealthOfAStoreFollowsWhetherItCanBeUsed(t *testing.T) {
 	testkit.Start(t)
-	dir := filepath.Join(t.TempDir(), "store")
-	kept, err := folder.Open(dir, folder.Config{Log: slog.New(slog.DiscardHandler)})
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, kept.Close()) })
-	f := serve(t, func(c *server.Config) {
-		c.Store, c.Authorize = kept, func(context.Context, server.Action) error { return nil }
+	bubble(t, func(t *testing.T) {
+		dir := filepath.Join(t.TempDir(), "store")
+		kept, err := folder.Open(dir, folder.Config{Log: slog.New(slog.DiscardHandler)})
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, kept.Close()) })
+		f := serve(t, func(c *server.Config) {
+			c.Store, c.Authorize = kept, func(context.Context, server.Action) error { return nil }
+		})
+		health := healthpb.NewHealthClient(f.dial(t))
+		is := func(want healthpb.HealthCheckResponse_ServingStatus) bool {
+			r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "store"})
+			return err == nil && r.GetStatus() == want
+		}
+		testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) && f.counters(t)["store_available"] == 1 }, "a store")
+		c := f.counters(t)
+		require.Less(t, c["store_limit_bytes"], int64(1)<<60, "what the disk has room for")
+		require.NoError(t, os.Rename(dir, dir+" away"))
+		testkit.Eventually(t, func() bool {
+			return is(healthpb.HealthCheckResponse_NOT_SERVING) && f.counters(t)["store_available"] == 0
+		}, "no store")
+		r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{})
+		require.NoError(t, err)
+		require.Equal(t, healthpb.HealthCheckResponse_SERVING, r.GetStatus())
+		require.NoError(t, os.Rename(dir+" away", dir))
+		testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) }, "the store, back")
 	})
-	health := healthpb.NewHealthClient(f.dial(t))
-	is := func(want healthpb.HealthCheckResponse_ServingStatus) bool {
-		r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{Service: "store"})
-		return err == nil && r.GetStatus() == want
-	}
-	testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) && f.counters(t)["store_available"] == 1 }, "a store")
-	c := f.counters(t)
-	require.Less(t, c["store_limit_bytes"], int64(1)<<60, "what the disk has room for")
-	require.NoError(t, os.Rename(dir, dir+" away"))
-	testkit.Eventually(t, func() bool {
-		return is(healthpb.HealthCheckResponse_NOT_SERVING) && f.counters(t)["store_available"] == 0
-	}, "no store")
-	r, err := health.Check(t.Context(), &healthpb.HealthCheckRequest{})
-	require.NoError(t, err)
-	require.Equal(t, healthpb.HealthCheckResponse_SERVING, r.GetStatus())
-	require.NoError(t, os.Rename(dir+" away", dir))
-	testkit.Eventually(t, func() bool { return is(healthpb.HealthCheckResponse_SERVING) }, "the store, back")
 }

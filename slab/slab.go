@@ -27,6 +27,8 @@ type Slab struct {
 	mem  []byte // the whole block
 	n    int    // the part the owner asked for
 	refs atomic.Int32
+
+	account *Account // that gets len(mem) bytes back; nil if none does
 }
 
 // Bytes lends the slab's memory: valid while the caller holds a reference.
@@ -46,7 +48,12 @@ func (s *Slab) Release() {
 		panic("slab: released more often than retained")
 	case n == 0:
 		invariants.Poison(s.mem)
+		a, size := s.account, int64(len(s.mem))
+		s.account = nil
 		s.pool.put(s)
+		if a != nil {
+			a.Release(size)
+		}
 	}
 }
 

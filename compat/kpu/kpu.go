@@ -126,7 +126,7 @@ func (s *service) SendTensors(req *pb.TensorRequest, stream grpc.ServerStreaming
 	if err != nil {
 		return err
 	}
-	defer buffer.Free()
+	defer buffer.Release()
 	for range max(req.GetCount(), 1) {
 		if err := s.send(shape, stream, buffer.Bytes()); err != nil {
 			return err

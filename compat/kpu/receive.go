@@ -11,7 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/torchsave"
-	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -36,13 +36,13 @@ type receiver struct {
 // incoming is a tensor that has not come whole.
 type incoming struct {
 	sink
-	total, next uint32                   // chunks: in all, and to be read next
-	sums        map[uint32]uint64        // of those that have come
-	early       map[uint32]server.Buffer // those beyond the next
+	total, next uint32                // chunks: in all, and to be read next
+	sums        map[uint32]uint64     // of those that have come
+	early       map[uint32]*slab.Slab // those beyond the next
 	file        *torchsave.Reader
-	known       bool          // the layout is
-	window      server.Buffer // of a strided tensor
-	filled      int           // bytes of it
+	known       bool       // the layout is
+	window      *slab.Slab // of a strided tensor
+	filled      int        // bytes of it
 }
 
 func (s *service) receiver(ctx context.Context, fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
@@ -83,10 +83,10 @@ func (r *receiver) end(id string, t *incoming, err error) error {
 	delete(r.open, id)
 	r.chunks -= int64(t.total)
 	for _, b := range t.early {
-		b.Free()
+		b.Release()
 	}
-	if t.window.Slab != nil {
-		t.window.Free()
+	if t.window != nil {
+		t.window.Release()
 	}
 	return t.sink.end(err)
 }
@@ -113,7 +113,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 	case len(id) > idBytes || t == nil && (len(r.open) == r.most.open || int64(total) > r.most.chunks-r.chunks):
 		return frame.Errorf(frame.ResourceExhausted, "one RPC may have %d incomplete tensors of %d chunks together, with ids of %d bytes", r.most.open, r.most.chunks, idBytes)
 	case t == nil:
-		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]server.Buffer), file: torchsave.NewReader(tensorBytes)}
+		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]*slab.Slab), file: torchsave.NewReader(tensorBytes)}
 		r.open[id] = t
 		r.chunks += int64(total)
 	}
@@ -136,11 +136,11 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 		return err
 	}
 	err := r.read(t, c.GetData())
-	for t.next++; err == nil && t.early[t.next].Slab != nil; t.next++ {
+	for t.next++; err == nil && t.early[t.next] != nil; t.next++ {
 		b := t.early[t.next]
 		delete(t.early, t.next)
 		err = r.read(t, b.Bytes())
-		b.Free()
+		b.Release()
 	}
 	if err == nil && t.next == t.total {
 		return r.end(id, t, r.finish(t))
@@ -168,7 +168,7 @@ func (r *receiver) read(t *incoming, p []byte) error {
 				t.window, err = r.models.Buffer(l.Window)
 			}
 		}
-		if err == nil && t.window.Slab != nil {
+		if err == nil && t.window != nil {
 			t.filled += copy(t.window.Bytes()[t.filled:], data)
 		} else if err == nil && len(data) > 0 {
 			r.turn.End()
@@ -183,7 +183,7 @@ func (r *receiver) read(t *incoming, p []byte) error {
 
 // finish checks the end of the file, and gathers a strided tensor.
 func (r *receiver) finish(t *incoming) error {
-	if err := t.file.Close(); err != nil || t.window.Slab == nil {
+	if err := t.file.Close(); err != nil || t.window == nil {
 		return refused(err)
 	}
 	l, _ := t.file.Layout()
@@ -195,7 +195,7 @@ func (r *receiver) finish(t *incoming) error {
 	if err != nil {
 		return err
 	}
-	defer b.Free()
+	defer b.Release()
 	r.turn.End()
 	err = t.open(l.Desc)
 	for at := int64(0); err == nil && at < size; at += chunkBytes {

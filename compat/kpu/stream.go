@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -69,7 +70,7 @@ type running struct {
 	run     *server.Run   // nil before open
 	dropped atomic.Bool   // it will not come whole: who receives says why
 	over    chan struct{} // closed with the run
-	ring    server.Buffer // chunks of the result
+	ring    *slab.Slab    // chunks of the result
 	free    chan []byte   // those that have been sent, or are new
 }
 
@@ -104,7 +105,7 @@ func (t *running) open(d tensor.Desc) error {
 		err = run.End(frame.Errorf(frame.FailedPrecondition, "model %q has %d outputs; the service needs a model with one", t.model, len(run.Info().Outputs)))
 	}
 	if err != nil {
-		t.ring.Free()
+		t.ring.Release()
 		<-t.places
 		return err
 	}
@@ -151,7 +152,7 @@ func (t *running) result() {
 		t.fail(err)
 	}
 	t.stop(nil)
-	t.ring.Free()
+	t.ring.Release()
 	<-t.places
 	t.live.Delete(t.id)
 	close(t.over)

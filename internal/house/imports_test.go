@@ -87,7 +87,7 @@ var layers = map[string][]string{
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
 
-	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "tensor", "terms"},
+	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "slab", "tensor", "terms"},
 	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor", "terms"},
 
 	"internal/cli/display":  {"tensor"},

@@ -37,8 +37,8 @@ type call struct {
 
 	// Guarded by the session's lock.
 	inputs   []*input
-	model    string // set once the call is ready
-	table    int64  // bytes acquired from the budget for the chunk tables of the inputs
+	model    string        // set once the call is ready
+	memory   *slab.Account // for the chunk tables of the inputs; nil before it starts
 	spare    []*arrival
 	arrived  stream.Instant
 	lastByte stream.Instant
@@ -83,7 +83,7 @@ type output struct {
 // the end of the session or of the call's context brings about.
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(c.session.Values)
-	c.cancel = cancel
+	c.cancel, c.memory = cancel, c.session.core.Budget.Account(c.session.Holder)
 	params, timeout := part.Params, Millis(part.TimeoutMillis)
 	c.session.core.Go(func() {
 		defer c.session.core.Ended(admission.Calls)
@@ -119,10 +119,9 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 		inputs[i] = engine.Input{Port: in.desc.Port, Desc: in.desc.Desc, ChunkBytes: in.geo.ChunkBytes, Name: in.desc.Name, Metadata: in.desc.Metadata}
 		table += TableBytes(in.geo.Count())
 	}
-	if err := AcquireTable(core.Budget, c.session.Holder, table); err != nil {
+	if err := core.TakeTable(c.memory, table); err != nil {
 		return err
 	}
-	c.table = table
 	run, err := core.open(ctx, c.cancel, c.model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()})
 	if err != nil {
 		return err
@@ -145,13 +144,12 @@ func TableBytes(chunks uint32) int64 {
 	return max(0, int64(chunks)-tableFree) * assembler.ChunkOverhead
 }
 
-// AcquireTable acquires bytes, which may be 0, from the budget.
-func AcquireTable(b *slab.Budget, holder *slab.Principal, bytes int64) error {
-	if bytes == 0 || b.TryAcquire(holder, bytes) {
+// TakeTable takes bytes of chunk tables, which may be 0.
+func (c *Core) TakeTable(of *slab.Account, bytes int64) error {
+	if of.Take(bytes) {
 		return nil
 	}
-	_, _, limit := b.Used()
-	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, limit)
+	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, c.limit())
 }
 
 // compute moves blocks in and results out until the end of the call is decided.
@@ -203,7 +201,8 @@ func (c *call) feed(ctx context.Context, run *opened, seq *int, most int) (last 
 			}
 			in.used += int64(copy(mem, in.staged.Bytes()[in.used:]))
 			if in.used == in.geo.Size {
-				c.session.unstage(in) // the call may go on for long; return its share to the peer now
+				in.staged.Release() // the call may go on for long; return its share to the peer now
+				in.staged = nil
 				c.session.Do(func(m *stream.Machine, now stream.Instant) { m.Stay(now, in.desc.Tensor, false) })
 			}
 		}
@@ -391,10 +390,10 @@ func (c *call) finish(d frame.Done, err error) {
 func (c *call) release() {
 	for _, in := range c.inputs {
 		if in.staged != nil {
-			c.session.unstage(in)
+			in.staged.Release()
 		}
 	}
-	if c.table > 0 {
-		c.session.core.Budget.Release(c.session.Holder, c.table)
+	if c.memory != nil {
+		c.memory.Close()
 	}
 }

@@ -29,10 +29,10 @@ type Session struct {
 	number    int64
 	calls     map[tensor.ID]*call
 	tasks     map[tensor.ID]Task
-	kind      Direction       // of a one-way session; else empty
-	allowance *slab.Principal // for tensors on allowance
-	promised  int64           // bytes of the budget for those
-	retained  int             // bytes retained for calls, as last reported to conn
+	kind      Direction     // of a one-way session; else empty
+	allowance *slab.Account // for tensors on allowance
+	promised  int64         // bytes of the budget for those
+	retained  int           // bytes retained for calls, as last reported to conn
 }
 
 // Conn carries frames.
@@ -210,7 +210,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventOpened:
 		name := fmt.Sprintf("%s/%d", m.Status().Session, s.number)
 		s.Holder = slab.NewPrincipal(name)
-		s.allowance = slab.NewPrincipal(name + "/allowance").In(s.core.allowances)
+		s.allowance = s.core.Budget.Account(slab.NewPrincipal(name + "/allowance").In(s.core.allowances))
 	case stream.EventTensor:
 		s.announced(m, now, e)
 	case stream.EventReady:
@@ -275,7 +275,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 	}
 	in.ready = make(chan struct{})
 	var err error
-	if in.staged, _, err = s.Stage(in.geo); err != nil {
+	if in.staged, err = s.Stage(in.geo); err != nil {
 		c.refuse(m, err)
 		return
 	}
@@ -284,36 +284,21 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 			close(in.ready)
 		}
 	}); err != nil {
-		s.unstage(in)
+		in.staged.Release()
+		in.staged = nil
 	} else {
 		m.Stay(now, e.Tensor, true)
 	}
 }
 
-// Stage returns memory in which a tensor on allowance waits, and how many bytes Unstage gives
-// back. The error is a *terms.RefusedError, or the pool's.
-func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, int64, error) {
+// Stage hands over memory in which a tensor on allowance waits. The error is a
+// *terms.RefusedError, or the pool's.
+func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, error) {
 	n := slab.PagesOf(geo.Size)
-	if !s.core.Budget.TryAcquire(s.allowance, n) { // it is promised: never
-		return nil, 0, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
+	if !s.allowance.Take(n) { // it is promised: never
+		return nil, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
 	}
-	mem, err := s.core.Pool.GetPages(int(geo.Size))
-	if err != nil {
-		s.Unstage(n)
-		return nil, 0, err
-	}
-	return mem, n, nil
-}
-
-// Unstage gives back bytes that Stage took, whose memory is released.
-func (s *Session) Unstage(n int64) { s.core.Budget.Release(s.allowance, n) }
-
-// unstage releases the memory in which a tensor on allowance waited, which nothing uses any
-// more.
-func (s *Session) unstage(in *input) {
-	in.staged.Release()
-	in.staged = nil
-	s.Unstage(slab.PagesOf(in.geo.Size))
+	return s.allowance.Get(s.core.Pool, int(geo.Size), n)
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.

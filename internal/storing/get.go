@@ -31,8 +31,7 @@ type get struct {
 	ended  chan struct{} // closed with the call
 	chunk  int64         // bytes, of the chunks to send
 	pieces int           // views that a tensor may have shared; a view may be a copy
-	listed int64         // bytes acquired for the selections
-	kept   int64         // bytes acquired for views
+	listed *slab.Account // for the selections
 	all    []picked      // what the selections pick; belongs to run, as globs
 	globs  []bool        // which selections are
 	most   int           // tensors whose Summary is not sent
@@ -85,16 +84,17 @@ func check(list []frame.Selection) *frame.Error {
 var pulls = slab.NewPrincipal("pull")
 
 // takeSelections charges what the selections take while the get lasts.
-func (s *Service) takeSelections(list []frame.Selection) (bytes int64, err error) {
+func (s *Service) takeSelections(list []frame.Selection) (*slab.Account, error) {
+	bytes, listed := int64(-pullFree), s.Budget.Account(pulls)
 	for i := range list {
 		bytes += int64(selected.OfSelection(&list[i]))
 	}
-	if bytes = max(0, bytes-pullFree); bytes > 0 && !s.Budget.TryAcquire(pulls, bytes) {
-		_, _, limit := s.Budget.Used()
-		return 0, serving.TryLater(frame.ResourceExhausted, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
-			"select less, hold fewer ranges, or try again later", bytes, limit)
+	if listed.Take(max(0, bytes)) {
+		return listed, nil
 	}
-	return bytes, nil
+	_, _, limit := s.Budget.Used()
+	return nil, serving.TryLater(frame.ResourceExhausted, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
+		"select less, hold fewer ranges, or try again later", bytes, limit)
 }
 
 // Event implements serving.Task.
@@ -131,10 +131,9 @@ func (g *get) run() {
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.chunk = m.Status().PeerChunkBytes })
 	size := slab.SizeOf(max(session.PieceBytes, g.chunk))
 	for g.pieces = 1; g.pieces < feedPieces; g.pieces++ { // while others have the other half
-		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.service.Budget.TryAcquire(g.session.Holder, size) {
+		if used, _, limit := g.service.Budget.Used(); used+size > limit/2 || !g.memory.Take(size) {
 			break
 		}
-		g.kept += size
 	}
 	err := g.service.protect(g.send)
 	var d frame.Done
@@ -144,8 +143,8 @@ func (g *get) run() {
 	}
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
 	<-g.ended // nothing is shared any more
-	g.service.Budget.Release(g.session.Holder, g.kept)
-	g.service.Budget.Release(pulls, g.listed)
+	g.memory.Close()
+	g.listed.Close()
 }
 
 // picked is a tensor that a selection matches, or why it matches none.
@@ -155,7 +154,7 @@ type picked struct {
 	sel    *frame.Selection
 	reader store.Reader // nil if it is opened when it is its turn
 	was    store.Info   // then: what it was when it was picked
-	kept   int64        // then: bytes acquired for it
+	kept   int64        // then: bytes taken for it
 	err    error
 }
 
@@ -334,7 +333,7 @@ func (g *get) add(p picked) error {
 			p.reader = nil
 		}
 		p.kept = int64(pickedBytes + len(p.name))
-		if !g.service.Budget.TryAcquire(g.session.Holder, p.kept) {
+		if !g.memory.Take(p.kept) {
 			return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
 		}
 	}
@@ -347,9 +346,7 @@ func (g *get) release(p *picked) {
 	if p.reader != nil {
 		p.reader.Release()
 	}
-	if p.kept > 0 {
-		g.service.Budget.Release(g.session.Holder, p.kept)
-	}
+	g.memory.Release(p.kept)
 }
 
 // find opens a tensor of the store, or that of a source.

@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"sync"
-	"time"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -33,7 +32,6 @@ type put struct {
 	ended   bool
 	summed  bool // every tensor has a Summary
 	set     []store.Writer
-	named   int64 // bytes acquired for the names of the set
 }
 
 // incoming is one tensor on its way into the store.
@@ -47,8 +45,8 @@ type incoming struct {
 	news    session.News
 	landing session.Landing
 	place   *placed
-	staged  int64 // bytes that a tensor on allowance takes
-	memory  int64 // bytes acquired from the budget
+	memory  *slab.Account // for its chunk table, and for memory on its way into the store
+	table   int64         // bytes of the chunk table that are charged
 	evicted []store.Info
 	whole   bool // guarded by the session's lock
 }
@@ -88,7 +86,7 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		if p.all && !p.summed { // what is ready of the set is not stored
 			p.service.Go(func() {
 				p.abort()
-				p.service.Budget.Release(p.session.Holder, p.named)
+				p.memory.Close()
 			})
 		}
 	}
@@ -97,18 +95,19 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 // announced begins to receive a tensor.
 func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	p.open++
-	in := &incoming{put: p, desc: *d, news: make(session.News, 1)}
+	in := &incoming{put: p, desc: *d, news: make(session.News, 1), memory: p.service.Budget.Account(p.session.Holder)}
 	in.ctx, in.cancel = context.WithCancelCause(p.ctx)
 	if store.CheckName(d.Name) != nil { // it may have 64 KiB
 		in.desc.Name = ""
 	}
 	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
+	in.table = serving.TableBytes(geo.Count())
 	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, Tell: in.news.Tell, Slab: in.slab}
 	p.tensors[d.Tensor] = in
 	if d.OnAllowance {
-		mem, n, err := p.session.Stage(geo)
-		if in.staged = n; err != nil {
+		mem, err := p.session.Stage(geo)
+		if err != nil {
 			in.cancel(err)
 		} else {
 			in.landing.Stage(m, now, mem)
@@ -163,28 +162,17 @@ func (w *placed) takeWriter() store.Writer {
 // slab returns memory of n bytes. It waits for the first.
 func (in *incoming) slab(n int) (*slab.Slab, error) {
 	s, size := in.put.service, slab.SizeOf(int64(n))
-	holder := in.put.session.Holder
-	if !s.Budget.TryAcquire(holder, size) {
-		if in.memory > in.tableBytes() {
+	if !in.memory.Take(size) {
+		if in.memory.Held() > in.table {
 			return nil, slab.ErrBudget
 		}
-		late := serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")
-		ctx, cancel := context.WithTimeoutCause(in.ctx, s.MemoryWait, late)
-		defer cancel()
-		if err := s.Budget.Acquire(ctx, holder, size); err != nil {
-			return nil, err
+		defer s.Patience(in.cancel, serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")).Stop()
+		if err := in.memory.Wait(in.ctx, size); err != nil {
+			return nil, cmp.Or(context.Cause(in.ctx), err)
 		}
 	}
-	mem, err := s.Pool.Get(n)
-	if err != nil {
-		s.Budget.Release(holder, size)
-		return nil, err
-	}
-	in.memory += size
-	return mem, nil
+	return in.memory.Get(s.Pool, n, size)
 }
-
-func (in *incoming) tableBytes() int64 { return serving.TableBytes(in.landing.Geo.Count()) }
 
 // run brings the tensor into the store, and ends it.
 func (in *incoming) run() {
@@ -223,8 +211,7 @@ func (in *incoming) run() {
 			p.service.discard(w)
 		}
 	}
-	p.session.Unstage(in.staged)
-	p.service.Budget.Release(p.session.Holder, in.memory)
+	in.memory.Close()
 	if kept == nil { // else it ends with the set
 		in.cancel(nil)
 	}
@@ -238,10 +225,9 @@ func (in *incoming) store() (info store.Info, err error) {
 	if err := store.CheckNew(in.name); err != nil {
 		return info, err
 	}
-	if err := serving.AcquireTable(s.Budget, p.session.Holder, in.tableBytes()); err != nil {
+	if err := s.TakeTable(in.memory, in.table); err != nil {
 		return info, err
 	}
-	in.memory = in.tableBytes()
 	w, evicted, err := s.create(in.ctx, in.cancel, in.name, in.desc.Desc, in.desc.Metadata)
 	if err != nil {
 		return info, err
@@ -266,7 +252,7 @@ func (in *incoming) store() (info store.Info, err error) {
 // create reserves room for a tensor. If that has to wait for too long, it calls cancel, which
 // must cancel ctx.
 func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, name string, d tensor.Desc, metadata map[string]string) (w store.Writer, evicted []store.Info, err error) {
-	late := time.AfterFunc(s.MemoryWait, func() { cancel(context.DeadlineExceeded) }) // cheaper than a context
+	late := s.Patience(cancel, context.DeadlineExceeded)
 	w, err = s.Store.Create(ctx, name, d, metadata)
 	late.Stop()
 	if err != nil {
@@ -287,7 +273,7 @@ func (in *incoming) receive(w store.Writer) error {
 	if in.put.session.OneWay() {
 		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
 		whole = in.isWhole
-	} else if mem, ok := w.(store.InPlace); ok && in.staged == 0 {
+	} else if mem, ok := w.(store.InPlace); ok && !in.desc.OnAllowance {
 		l.Memory = mem.Memory()
 	}
 	for {
@@ -317,9 +303,7 @@ func (p *put) endTensor(m *stream.Machine, now stream.Instant, state *progress, 
 	p.summarize(m, now, state, sum)
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
-		n := int64(pushedBytes + len(sum.Name))
-		if p.named += n; !p.service.Budget.TryAcquire(p.session.Holder, n) {
-			p.named -= n
+		if !p.memory.Take(int64(pushedBytes + len(sum.Name))) {
 			sum.Code, sum.Message = frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
 		}
 		if len(p.set) > store.MaxSet {
@@ -367,7 +351,7 @@ func (p *put) commit() {
 	if err == nil || len(stored) > 0 {
 		p.service.log.stored(p.record)
 	}
-	p.service.Budget.Release(p.session.Holder, p.named)
+	p.memory.Close()
 	p.session.Do(func(m *stream.Machine, _ stream.Instant) { p.finish(m, d) })
 }
 

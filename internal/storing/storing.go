@@ -112,12 +112,13 @@ type task struct {
 	session *serving.Session
 	id      tensor.ID
 	record  *record
-	ready   int64 // tensors of a set that are received: counted with its end
+	memory  *slab.Account // for what it keeps beside its tensors
+	ready   int64         // tensors of a set that are received: counted with its end
 }
 
 // Task begins a put or a get, or finishes its call; the session is locked.
 func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant, part *frame.Call) serving.Task {
-	var listed int64
+	var listed *slab.Account
 	t, err := s.begin(on, part)
 	if err == nil && part.Get != nil {
 		if listed, err = s.takeSelections(part.Get.Selections); err != nil {
@@ -164,7 +165,7 @@ func (s *Service) begin(on *serving.Session, part *frame.Call) (t task, err erro
 	if on.OneWay() {
 		from = nil
 	}
-	t.session, t.id = on, part.ID
+	t.session, t.id, t.memory = on, part.ID, s.Budget.Account(on.Holder)
 	if t.transfer, err = s.enter(on.Values, kind, from); err != nil {
 		return t, err
 	}
