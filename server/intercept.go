@@ -234,7 +234,7 @@ func (s *Server) drop(from accounted) {
 	case <-over:
 	case <-idle.C:
 	case <-time.After(dropMost):
-	case <-s.core.Done():
+	case <-s.core.Context().Done():
 	}
 }
 
@@ -320,7 +320,7 @@ func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) err
 		return errSilent(e.Idle)
 	case <-ss.Context().Done():
 		return statusOf(context.Cause(ss.Context()))
-	case <-e.server.core.Done():
+	case <-e.server.core.Context().Done():
 		return statusOf(serving.ErrShutdown)
 	}
 }

@@ -303,11 +303,11 @@ func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		// Sent data may stay unread for so long, or twice as long, before its connection is
 		// closed. The RPC itself fails before that.
-		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Done())
-		go s.guard.Watch(s.core.Done())
-		go s.watchStore(s.core.Done())
+		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Context().Done())
+		go s.guard.Watch(s.core.Context().Done())
+		go s.watchStore(s.core.Context().Done())
 		if slices.ContainsFunc(s.endpoints, func(e *endpoint) bool { return e.MessageBytes > s.endpoints[0].MessageBytes }) {
-			go s.received.ReturnHeap(s.core.Done())
+			go s.received.ReturnHeap(s.core.Context().Done())
 		}
 		for _, e := range s.endpoints[1:] {
 			go func() {

@@ -144,24 +144,25 @@ func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	return true
 }
 
-// Keep keeps n bytes apart, until stop is called.
-func (b *Budget) Keep(n int64) (k *Kept, stop func()) {
+// Keep keeps n bytes apart, until End.
+func (b *Budget) Keep(n int64) *Kept {
+	k := &Kept{of: b}
+	k.set(n)
+	return k
+}
+
+// End has the part keep nothing any more.
+func (k *Kept) End() { k.set(0) }
+
+func (k *Kept) set(limit int64) {
+	b := k.of
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	k = &Kept{of: b}
-	set := func(limit int64) {
-		b.keeps += limit - k.limit
-		b.kept -= k.free()
-		k.limit = limit
-		b.kept += k.free()
-	}
-	set(n)
-	return k, func() {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		set(0)
-		b.admit()
-	}
+	b.keeps += limit - k.limit
+	b.kept -= k.free()
+	k.limit = limit
+	b.kept += k.free()
+	b.admit()
 }
 
 // part returns the part of b that is kept for a holder, or nil; mu is held.

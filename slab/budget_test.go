@@ -435,7 +435,7 @@ func tell(limit int64, story []step) string {
 func TestWhatIsKeptForAHolderIsItsWhoeverWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := NewBudget("memory", 100)
-		part, stop := b.Keep(20)
+		part := b.Keep(20)
 		small, other := NewPrincipal("small").In(part), NewPrincipal("other").In(part)
 		if err := b.Acquire(t.Context(), who("a"), 81); !errors.Is(err, ErrBudget) || !strings.Contains(err.Error(), "20 are kept") {
 			t.Errorf("%v, want ErrBudget: 20 bytes are never for others", err)
@@ -455,7 +455,7 @@ func TestWhatIsKeptForAHolderIsItsWhoeverWaits(t *testing.T) {
 			t.Errorf("%v; want what is kept granted before what waits", err)
 		}
 		b.Release(small, 5)
-		stop()
+		part.End()
 		synctest.Wait()
 		if !behind.granted() {
 			t.Error("what is not kept any more was not granted")

@@ -37,15 +37,12 @@ const (
 // value is ready to use.
 type Caller struct {
 	open   [Kinds]atomic.Int64
-	holder atomic.Pointer[slab.Principal]
+	holder slab.Principal
 }
 
 // Principal returns the principal that holds the memory of the caller's calls outside
 // sessions.
-func (c *Caller) Principal() *slab.Principal {
-	c.holder.CompareAndSwap(nil, slab.NewPrincipal("calls of a connection"))
-	return c.holder.Load()
-}
+func (c *Caller) Principal() *slab.Principal { return &c.holder }
 
 // Calls returns the number of open calls.
 func (c *Caller) Calls() int64 { return c.open[Calls].Load() }

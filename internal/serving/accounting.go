@@ -37,11 +37,21 @@ type counts struct {
 
 	mu            sync.Mutex // guards all below
 	models        map[string]struct{}
-	ended         map[metrics.Outcome]int64 // calls, by model
-	openTransfers map[string]int64          // by kind
-	transferBytes map[metrics.Outcome]int64 // by kind
-	endedTensors  map[metrics.Outcome]int64 // by kind
-	endedRPCs     map[metrics.Outcome]int64 // by service
+	openTransfers map[string]int64 // by kind
+	ended         tally            // calls, by model
+	transferBytes tally            // by kind
+	endedTensors  tally            // by kind
+	endedRPCs     tally            // by service
+}
+
+// tally counts what has ended.
+type tally map[metrics.Outcome]int64
+
+// add adds n to what a tally of c has for an outcome.
+func (c *counts) add(to tally, of, code string, n int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	to[metrics.Outcome{Of: of, Code: code}] += n
 }
 
 // watch follows the registry. Only its models have labels of their own, so that callers
@@ -85,24 +95,16 @@ func (c *counts) transferOpen(k Direction, n int64) {
 
 // TransferEnded counts the payload that a push or a pull has moved.
 func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.transferBytes[metrics.Outcome{Of: string(k), Code: code.String()}] += bytes
+	c.add(c.transferBytes, string(k), code.String(), bytes)
 }
 
 // TensorsEnded counts n tensors of a push or a pull.
 func (c *counts) TensorsEnded(k Direction, code frame.Code, n int64) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.endedTensors[metrics.Outcome{Of: string(k), Code: code.String()}] += n
+	c.add(c.endedTensors, string(k), code.String(), n)
 }
 
 // RPCEnded counts an RPC of a service.
-func (c *counts) RPCEnded(service, code string) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.endedRPCs[metrics.Outcome{Of: service, Code: code}]++
-}
+func (c *counts) RPCEnded(service, code string) { c.add(c.endedRPCs, service, code, 1) }
 
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
 func (c *Core) Panicked(p any) {

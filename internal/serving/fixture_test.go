@@ -62,7 +62,8 @@ func serveWithin(t testing.TB, memory int64, change func(*Config)) *fixture {
 	}
 	cfg := Config{
 		Models: f.models, Pool: host.Pool(), Budget: host.Budget(), Log: slog.New(slog.NewTextHandler(f, &slog.HandlerOptions{Level: slog.LevelDebug})),
-		Open: [admission.Kinds]int{100, 100, 100}, MemoryWait: time.Minute, Status: statusOf,
+		Open: [admission.Kinds]int{100, 100, 100}, MemoryWait: time.Minute, Status: statusOf, Own: func(error) *terms.RefusedError { return nil },
+		PrincipalOf: func(context.Context) string { return "" }, May: func(context.Context, string, string) error { return nil },
 		Health: func(model string, h Health) {
 			f.mu.Lock()
 			defer f.mu.Unlock()

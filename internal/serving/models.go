@@ -69,17 +69,15 @@ func (ms *models) change(name string, s *modelState, change func()) {
 	}
 	change()
 	health := Serving
-	if s.lost > 0 || s.ill != nil {
+	if s.unavailable() != "" {
 		health = NotServing
 	}
 	ms.told(name, health)
 }
 
 // unavailable returns why a model cannot run, or "" if it can.
-func (ms *models) unavailable(name string) string {
-	ms.mu.Lock()
-	defer ms.mu.Unlock()
-	switch s := ms.all[name]; {
+func (s *modelState) unavailable() string {
+	switch {
 	case s == nil:
 		return ""
 	case s.ill != nil:
@@ -136,7 +134,9 @@ type ModelState struct {
 // ModelStates returns the states of the models, in the order of their names.
 func (c *Core) ModelStates() (all []ModelState) {
 	for _, i := range c.Models.Infos() {
-		s := ModelState{Name: i.Name, Unavailable: c.models.unavailable(i.Name)}
+		c.models.mu.Lock()
+		s := ModelState{Name: i.Name, Unavailable: c.models.all[i.Name].unavailable()}
+		c.models.mu.Unlock()
 		if m, release, err := c.Models.Lookup(i.Name); err == nil {
 			if g, ok := engine.As[engine.Gauger](m); ok {
 				s.Gauges = g.Gauges()

@@ -112,11 +112,8 @@ func (r *Run) Info() engine.Info { return r.run.info }
 // or from goroutines of their own. After End the error is engine.ErrClosed.
 func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 	port := slices.Index(r.run.order, input)
-	if over := r.take(port, len(data)); over > 0 { // before its last rows are computed
-		return fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, input, over)
-	}
-	for {
-		n, missing, err := r.write(port, data)
+	for fresh := len(data); ; fresh = 0 {
+		n, missing, err := r.write(port, fresh, data)
 		if data = data[n:]; err != nil || len(data) == 0 && missing > 0 {
 			return err
 		}
@@ -136,27 +133,20 @@ func (r *Run) Write(ctx context.Context, input int, data []byte) error {
 	}
 }
 
-// take takes n bytes of an input from those that are missing, or returns how many of them are
-// too many.
-func (r *Run) take(port, n int) (over int64) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if port < 0 || r.ended { // which write says
-		return 0
-	}
-	if over = int64(n) - r.left[port]; over <= 0 {
-		r.left[port] -= int64(n)
-	}
-	return over
-}
-
 // write copies to the first block with room for the port, returns full blocks to the run,
-// and reports how many bytes of all inputs are still missing.
-func (r *Run) write(port int, data []byte) (n int, missing int64, err error) {
+// and reports how many bytes of all inputs are still missing. The first fresh bytes of data
+// have not been seen before.
+func (r *Run) write(port, fresh int, data []byte) (n int, missing int64, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.ended {
 		return 0, 0, engine.ErrClosed
+	}
+	if port >= 0 {
+		if over := int64(fresh) - r.left[port]; over > 0 { // before its last rows are computed
+			return 0, 0, fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, r.run.order[port], over)
+		}
+		r.left[port] -= int64(fresh)
 	}
 	r.blocks = slices.DeleteFunc(r.blocks, func(b filling) bool {
 		if n == 0 && port >= 0 {

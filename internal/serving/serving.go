@@ -37,10 +37,10 @@ type Config struct {
 	Pool   *slab.Pool   // memory that small tensors wait in
 	Budget *slab.Budget // for that memory, and for what requests keep
 	Log    *slog.Logger
-	// PrincipalOf returns the name of the sender of ctx's RPC; nil means that nobody has one.
+	// PrincipalOf returns the name of the sender of ctx's RPC, if it has one.
 	PrincipalOf func(ctx context.Context) string
 	// May returns why the sender of ctx's RPC may not "compute" with a model or, asked by storing,
-	// have a source "generate" a tensor; nil means that all may.
+	// have a source "generate" a tensor.
 	May func(ctx context.Context, verb, name string) error
 	// Session limits each session.
 	Session stream.Limits
@@ -72,9 +72,10 @@ type Core struct {
 	unanswered sync.WaitGroup // requests between Begin and End; after draining is set, none is added
 	allowances *slab.Kept     // for tensors on allowance
 	Smalls     *slab.Kept     // for small calls: their runs and messages
-	forget     func()         // detaches the core from its registry and its budget
-	number     atomic.Int64   // of the last session
-	oneWays    atomic.Int64   // of those, carriers of a push or a pull
+	unwatch    func()         // stops watching the registry
+	forget     sync.Once
+	number     atomic.Int64 // of the last session
+	oneWays    atomic.Int64 // of those, carriers of a push or a pull
 
 	ctx  context.Context // ends with Close; the cause is ErrShutdown
 	stop context.CancelCauseFunc
@@ -89,41 +90,22 @@ type Core struct {
 
 // New returns a core for the models of cfg. Close closes it.
 func New(cfg Config) *Core {
-	if cfg.PrincipalOf == nil {
-		cfg.PrincipalOf = func(context.Context) string { return "" }
-	}
-	if cfg.May == nil {
-		cfg.May = func(context.Context, string, string) error { return nil }
-	}
-	if cfg.Own == nil {
-		cfg.Own = func(error) *terms.RefusedError { return nil }
-	}
 	c := &Core{
 		Failures: failures.New(cfg.Log),
 		Config:   cfg, models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
 		counts: counts{
-			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), ended: make(map[metrics.Outcome]int64),
-			openTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, transferBytes: make(map[metrics.Outcome]int64), endedTensors: make(map[metrics.Outcome]int64), endedRPCs: make(map[metrics.Outcome]int64),
+			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), openTransfers: map[string]int64{string(Push): 0, string(Pull): 0},
+			ended: make(tally), transferBytes: make(tally), endedTensors: make(tally), endedRPCs: make(tally),
 		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
 	c.Limits = cfg.Open
-	stop := cfg.Models.Watch(func(name string, m engine.Model) {
+	c.unwatch = cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
 		c.models.watch(name, m)
 	})
-	var noAllowances, noSmalls func()
-	c.allowances, noAllowances = cfg.Budget.Keep(c.limit() / allowancesShare)
-	c.Smalls, noSmalls = cfg.Budget.Keep(c.limit() / smallShare)
-	c.forget = sync.OnceFunc(func() {
-		stop()
-		for _, s := range c.models.all { // nobody changes them any more
-			s.stop()
-		}
-		noAllowances()
-		noSmalls()
-	})
+	c.allowances, c.Smalls = cfg.Budget.Keep(c.limit()/allowancesShare), cfg.Budget.Keep(c.limit()/smallShare)
 	return c
 }
 
@@ -166,9 +148,6 @@ func (c *Core) Begin() error {
 // End undoes Begin, once the request has been answered.
 func (c *Core) End() { c.unanswered.Done() }
 
-// Done returns a channel that is closed when everything must end.
-func (c *Core) Done() <-chan struct{} { return c.ctx.Done() }
-
 // Context returns a context that ends when everything must; the cause is ErrShutdown.
 func (c *Core) Context() context.Context { return c.ctx }
 
@@ -210,4 +189,13 @@ func (c *Core) Close() { c.stop(ErrShutdown) }
 func (c *Core) Wait() { c.work.Wait() }
 
 // Forget detaches the core from its registry and its budget. It must be called after Wait.
-func (c *Core) Forget() { c.forget() }
+func (c *Core) Forget() {
+	c.forget.Do(func() {
+		c.unwatch()
+		for _, s := range c.models.all { // nobody changes them any more
+			s.stop()
+		}
+		c.allowances.End()
+		c.Smalls.End()
+	})
+}

@@ -140,7 +140,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 		s.Stop(err)
 	case <-ctx.Done():
 		s.Stop(session.Why(ctx, lost))
-	case <-s.core.Done():
+	case <-s.core.Context().Done():
 		s.Stop(ErrShutdown)
 	}
 	return s.Cause()

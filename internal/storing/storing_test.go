@@ -42,6 +42,7 @@ func serve(t *testing.T, limit int64, limits stream.Limits, change func(*Service
 	var s *Service
 	core := serving.New(serving.Config{
 		Models: engine.NewRegistry(), Pool: pool, Budget: budget, Log: log, Session: limits,
+		PrincipalOf: func(context.Context) string { return "" }, May: func(context.Context, string, string) error { return nil },
 		Open: [admission.Kinds]int{100, 100, 100}, Health: func(string, serving.Health) {}, Status: statusOf, StoredBytes: 1 << 40, MemoryWait: time.Minute,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {
 			return s.Task(on, m, now, part)
