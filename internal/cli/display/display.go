@@ -21,7 +21,7 @@ import (
 // Printer prints what a command has to say.
 type Printer struct {
 	w    io.Writer
-	Json bool
+	JSON bool
 }
 
 // NewPrinter returns a printer of JSON, or of tables.
@@ -29,7 +29,7 @@ func NewPrinter(w io.Writer, json bool) Printer { return Printer{w, json} }
 
 // Print prints v as JSON, or the lines that table writes, whose tabs it aligns.
 func (p Printer) Print(v any, table func(w io.Writer)) error {
-	if p.Json {
+	if p.JSON {
 		return JSON(p.w, v)
 	}
 	w := tabwriter.NewWriter(p.w, 0, 4, 2, ' ', 0)

@@ -37,12 +37,12 @@ type Streams struct {
 
 // RawInput has the flags that describe raw bytes.
 type RawInput struct {
-	Dtype, Shape string
+	DType, Shape string
 	Shaped       func() bool // --shape is given
 }
 
 // Given reports whether the input is raw bytes.
-func (r *RawInput) Given() bool { return r.Dtype != "" }
+func (r *RawInput) Given() bool { return r.DType != "" }
 
 // Check validates the flags. Call it before opening anything.
 func (r *RawInput) Check() error {
@@ -332,7 +332,7 @@ func openRaw(file string, raw RawInput, stdin io.Reader) (*Source, error) {
 	if DescribesItself(file) {
 		return nil, fail.Usage("%s is not raw bytes; omit --dtype and --shape", file)
 	}
-	desc, size, err := ParseDesc(raw.Dtype, raw.Shape)
+	desc, size, err := ParseDesc(raw.DType, raw.Shape)
 	if err != nil {
 		return nil, err
 	}

@@ -21,7 +21,7 @@ import (
 // Access says how a command reaches its server.
 type Access struct {
 	Server string
-	Tls    bool
+	TLS    bool
 	Files  identity.ClientFiles
 	Cfg    client.Config // but for codec and credentials
 	Codec  string        // empty: none
@@ -58,7 +58,7 @@ func (a *Access) Dial() (*client.Client, error) {
 			return wait, again
 		}
 	}
-	if a.Tls || a.Files != (identity.ClientFiles{}) {
+	if a.TLS || a.Files != (identity.ClientFiles{}) {
 		if (a.Files.Cert == "") != (a.Files.Key == "") {
 			return nil, fail.Usage("--cert and --key go together")
 		}

@@ -39,7 +39,7 @@ func (o *CopyOptions) Copy(ctx context.Context, names []string, to string, std f
 		other := o.Remote
 		other.Server = o.To
 		if o.ToFiles != (identity.ClientFiles{}) { // a token of one server is not for the other
-			other.Tls, other.Files = true, o.ToFiles
+			other.TLS, other.Files = true, o.ToFiles
 		}
 		if target, err = other.Dial(); err != nil {
 			return err

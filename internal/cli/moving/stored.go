@@ -44,7 +44,7 @@ func Remove(ctx context.Context, cl *client.Client, names []string, yes bool, ou
 		return fail.Hinted(fail.Usage("these are %d tensors, and nothing was removed", len(list)), "--yes removes more than 100")
 	}
 	removed, err := cl.Delete(ctx, display.Each(list, func(s client.Stored) string { return s.Name })...)
-	if out.Json && err != nil {
+	if out.JSON && err != nil {
 		return err
 	}
 	return cmp.Or(err, out.Print(append([]string{}, removed...), func(w io.Writer) {

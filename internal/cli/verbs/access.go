@@ -50,7 +50,7 @@ func waitFlags(c *cobra.Command, a *moving.Access) {
 // identityFlags adds the flags that identify the client, by default environment variables.
 func identityFlags(c *cobra.Command, a *moving.Access) {
 	f, env := c.Flags(), settings.Variable("tls")
-	f.BoolVar(&a.Tls, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(env)), "use TLS and the CAs that this system trusts; also "+env+"=1")
+	f.BoolVar(&a.TLS, "tls", !slices.Contains([]string{"", "0", "false"}, os.Getenv(env)), "use TLS and the CAs that this system trusts; also "+env+"=1")
 	c.Flag("tls").DefValue = "false"
 	for _, s := range moving.FileFlags(&a.Files) {
 		env := settings.Variable(s.Flag)
@@ -108,7 +108,7 @@ func lanesVar(f *pflag.FlagSet, cfg *client.Config) {
 }
 
 func rawFlags(c *cobra.Command, r *files.RawInput) {
-	dtypeFlag(c, &r.Dtype, "", "data `type` of raw input, such as float32")
+	dtypeFlag(c, &r.DType, "", "data `type` of raw input, such as float32")
 	c.Flags().StringVar(&r.Shape, "shape", "", "`shape` of raw input, such as 1000,64; empty is a scalar")
 	r.Shaped = func() bool { return c.Flags().Changed("shape") }
 }
