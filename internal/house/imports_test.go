@@ -1,6 +1,7 @@
 package house
 
 import (
+	"path/filepath"
 	"slices"
 	"testing"
 )
@@ -295,6 +296,29 @@ func TestOnlyTestsImportTestkit(t *testing.T) {
 		ours, _ := f.imports()
 		if !f.test && slices.Contains(ours, "internal/testkit") {
 			t.Errorf("%s is no test and imports internal/testkit", f.path)
+		}
+	}
+}
+
+func TestTheRoomsOfTheCommandStaySmall(t *testing.T) {
+	lines := map[string]int{}
+	for _, f := range source(t) {
+		if f.test || !within(f.pkg, "cmd/tensorferry", "internal/cli/...") {
+			continue
+		}
+		n := linesIn(t, filepath.Join(root, f.path))
+		if f.pkg == "internal/cli/verbs" && n > 150 {
+			t.Errorf("%s has %d lines; a verb is flags and one call, in 150", f.path, n)
+		}
+		lines[f.pkg] += n
+	}
+	for pkg, n := range lines {
+		most := 2000
+		if pkg == "cmd/tensorferry" {
+			most = 400
+		}
+		if n > most {
+			t.Errorf("%s has %d lines, and may have %d", pkg, n, most)
 		}
 	}
 }
