@@ -27,11 +27,11 @@ func NewMapped(file *tensorfile.Safetensors, after func()) *Mapped {
 	return m
 }
 
-// ViewPool returns a pool for the views of Readers.
+// ViewPool returns a pool for the views of mapped files.
 func ViewPool() *slab.Pool { return slab.NewPool(viewBytes, slab.System) }
 
-// Reader is the Reader of a tensor in a mapped file, which it holds.
-type Reader struct {
+// reader is the Reader of a tensor in a mapped file, which it holds.
+type reader struct {
 	pool *slab.Pool
 	info store.Info
 	data []byte
@@ -40,7 +40,7 @@ type Reader struct {
 
 // Open returns a Reader of the tensor that the file has under entry. It takes over the caller's
 // hold on the file, even if it fails.
-func (m *Mapped) Open(pool *slab.Pool, info store.Info, entry string) (*Reader, error) {
+func (m *Mapped) Open(pool *slab.Pool, info store.Info, entry string) (store.Reader, error) {
 	t, err := m.file.Tensor(entry)
 	if err == nil {
 		_, err = tensor.New(info.Desc, t.Data) // the file may have been replaced
@@ -54,16 +54,16 @@ func (m *Mapped) Open(pool *slab.Pool, info store.Info, entry string) (*Reader, 
 
 // Of returns a Reader of bytes that belong to the file, which it shares. It takes over the
 // caller's hold on the file.
-func (m *Mapped) Of(pool *slab.Pool, info store.Info, data []byte) *Reader {
-	return &Reader{pool: pool, info: info, data: data, file: m}
+func (m *Mapped) Of(pool *slab.Pool, info store.Info, data []byte) store.Reader {
+	return &reader{pool: pool, info: info, data: data, file: m}
 }
 
 // Info implements store.Reader.
-func (r *Reader) Info() store.Info { return r.info.Clone() }
+func (r *reader) Info() store.Info { return r.info.Clone() }
 
 // View copies: another process may truncate the file, which a reader of the mapping, such
 // as gRPC, would not survive.
-func (r *Reader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser, error) {
+func (r *reader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser, error) {
 	if err := store.CheckRange(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
@@ -79,4 +79,4 @@ func (r *Reader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser
 }
 
 // Release implements store.Reader.
-func (r *Reader) Release() { r.file.Release() }
+func (r *reader) Release() { r.file.Release() }

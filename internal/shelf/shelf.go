@@ -2,7 +2,7 @@
 // name, holders that are counted, mapped files, and the checks of what a caller passes.
 //
 // It keeps no tensor, and knows neither folders nor memory. Packages below store call it. It
-// owns no bytes but the views that a Reader copies.
+// owns no bytes but copied views.
 package shelf
 
 import (

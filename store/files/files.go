@@ -163,7 +163,7 @@ func (f *Store) Close() error {
 
 // reader is the Reader of a part.
 type reader struct {
-	*shelf.Reader
+	store.Reader
 	files *Store
 	part  *part
 }

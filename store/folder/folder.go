@@ -69,7 +69,7 @@ type Store struct {
 	writers int // guarded by index
 }
 
-// disk is what a Folder does to its files. It is systemDisk, except in tests.
+// disk is what a Store does to its files. It is systemDisk, except in tests.
 type disk struct {
 	create    func(path string) (*os.File, error)
 	allocate  func(f *os.File, n int64) error
@@ -147,10 +147,7 @@ func Open(dir string, config Config) (*Store, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
-	f := &Store{
-		dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk,
-		pool: shelf.ViewPool(),
-	}
+	f := &Store{dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk, pool: shelf.ViewPool()}
 	// First of all checkFolder: otherwise the temporary files belong to another store.
 	for _, step := range []func() error{f.checkFolder, f.readManifest, f.finish, f.load} {
 		if err := step(); err != nil {
@@ -201,12 +198,8 @@ func (f *Store) load() error {
 		case e != nil:
 			f.config.Log.Warn("file cannot be used", slog.String("file", file), slog.Any("error", e))
 		default:
-			p := &pushed{info: info, file: file}
-			metadata := shelf.MetadataBytes(info.Metadata)
-			p.Init(func() { f.used.Add(-bytes); f.metadata.Add(-metadata) })
-			f.used.Add(bytes)
-			f.metadata.Add(metadata)
-			tensors[info.Name] = p
+			tensors[info.Name] = &pushed{info: info, file: file}
+			f.charge(tensors[info.Name], bytes)
 		}
 	}
 	f.index.Reset(tensors)
@@ -247,11 +240,9 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 		return nil, err
 	}
 	w.header = int64(len(header))
-	metadataBytes := shelf.MetadataBytes(metadata)
-	if err := f.reserve(name, w.header, size, metadataBytes); err != nil {
+	if err := f.reserve(w.pushed, w.header, size); err != nil {
 		return nil, err
 	}
-	w.pushed.Init(func() { f.used.Add(-w.header - size); f.metadata.Add(-metadataBytes) })
 	w.temp = newTemp()
 	w.file, err = f.create(filepath.Join(f.dir, w.temp))
 	if err == nil {
@@ -265,13 +256,22 @@ func (f *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 	return w, nil
 }
 
-// reserve charges a tensor of size bytes, its header and its metadata to the limits.
-func (f *Store) reserve(name string, header, size, metadata int64) error {
+// charge counts the file and the metadata of a tensor until its last holder releases it.
+func (f *Store) charge(p *pushed, bytes int64) {
+	metadata := shelf.MetadataBytes(p.info.Metadata)
+	f.used.Add(bytes)
+	f.metadata.Add(metadata)
+	p.Init(func() { f.used.Add(-bytes); f.metadata.Add(-metadata) })
+}
+
+// reserve charges a tensor of size bytes and its header, if the limits have room for it.
+func (f *Store) reserve(p *pushed, header, size int64) error {
 	f.index.Lock()
 	defer f.index.Unlock()
 	if err := f.index.Closed(); err != nil {
 		return err
 	}
+	name := p.info.Name
 	if _, known := f.index.ByName[name]; !known && len(f.index.ByName)+f.writers >= f.config.MaxTensors {
 		return fmt.Errorf("%w: the limit is %d tensors; delete some", store.ErrFull, f.config.MaxTensors)
 	}
@@ -279,11 +279,10 @@ func (f *Store) reserve(name string, header, size, metadata int64) error {
 		return fmt.Errorf("%w: tensor %q needs %d bytes and %d for a header, %d of the limit of %d are free; delete some tensors",
 			store.ErrFull, name, size, header, max(free, 0), f.config.Limit)
 	}
-	if metadata > 0 && f.metadata.Load()+metadata > allMetadata {
+	if n := shelf.MetadataBytes(p.info.Metadata); n > 0 && f.metadata.Load()+n > allMetadata {
 		return fmt.Errorf("%w: the metadata of all tensors would be longer than %d bytes; delete some, or push tensor %q with less", store.ErrFull, allMetadata, name)
 	}
-	f.used.Add(header + size)
-	f.metadata.Add(metadata)
+	f.charge(p, header+size)
 	f.writers++
 	return nil
 }
@@ -304,11 +303,7 @@ func (f *Store) Open(_ context.Context, name string) (store.Reader, error) {
 		p.Release()
 		return nil, err
 	}
-	r, err := p.mapped.Open(f.pool, p.info, pushedEntry)
-	if err != nil {
-		return nil, err
-	}
-	return r, nil
+	return p.mapped.Open(f.pool, p.info, pushedEntry)
 }
 
 // mapFile maps p's file. The mapping takes over a hold on p, unless there is an error.
