@@ -152,26 +152,29 @@ func OpenModel(path string) (*Safetensors, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &Safetensors{document: Document{Index: filepath.Base(path), Text: text, Shards: map[string]map[string]string{}, files: files}}
+	s := &Safetensors{
+		document: Document{Index: filepath.Base(path), Text: text, Shards: map[string]map[string]string{}, files: files},
+		shards:   map[string]*Safetensors{},
+	}
 	s.closeMap = func() (err error) {
 		for _, shard := range s.shards {
 			err = errors.Join(err, shard.Close())
 		}
 		return err
 	}
-	for i, file := range filesOf(files) {
+	for _, file := range filesOf(files) {
 		shard, err := OpenSafetensors(filepath.Join(filepath.Dir(path), file))
 		if err != nil {
 			return nil, errors.Join(err, s.Close())
 		}
-		s.shards = append(s.shards, shard)
+		s.shards[file] = shard
 		s.document.Shards[file] = shard.Metadata()
 		for _, e := range shard.entries {
 			if files[e.Name] != file {
 				return nil, errors.Join(fmt.Errorf("%s: %w: safetensors: tensor %q is in %s, the index says %q; write the index again, or name the files one by one",
 					path, ErrFormat, e.Name, file, files[e.Name]), s.Close())
 			}
-			s.entries, s.shardOf = append(s.entries, e), append(s.shardOf, i)
+			s.entries = append(s.entries, e)
 		}
 	}
 	s.index = indexOf(s.entries)

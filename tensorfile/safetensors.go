@@ -66,9 +66,8 @@ type Safetensors struct {
 	entries  []Entry
 	index    map[string]int
 	document Document
-	data     []byte         // after the header; lent by the map or shared with the caller
-	shards   []*Safetensors // that have the data, if it is a model of several files
-	shardOf  []int          // of each entry
+	data     []byte                  // after the header; lent by the map or shared with the caller
+	shards   map[string]*Safetensors // the files of a model of several, which have the data
 	closeMap func() error
 }
 
@@ -177,7 +176,7 @@ func (s *Safetensors) Tensor(name string) (tensor.Tensor, error) {
 		return tensor.Tensor{}, ErrClosed
 	}
 	if s.shards != nil {
-		return s.shards[s.shardOf[s.index[name]]].Tensor(name)
+		return s.shards[s.document.files[name]].Tensor(name)
 	}
 	end := e.Off + e.Bytes // within the data: the header was checked against its size
 	return tensor.New(e.Desc.Clone(), s.data[e.Off:end:end])
