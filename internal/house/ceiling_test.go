@@ -172,7 +172,7 @@ func words(t *testing.T) (n int) {
 // programSize rounds up, so that the number changes rarely.
 func programSize(t *testing.T) int {
 	path := filepath.Join(t.TempDir(), "tensorferry")
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-o", path, program)
+	cmd := exec.CommandContext(t.Context(), "go", "build", "-o", path, program)
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", cmd, err, out)
