@@ -6,9 +6,8 @@ TOOL     := $(GO) tool -modfile=tools/go.mod
 FUZZ     ?= .
 FUZZTIME ?= 30s
 PKG      ?= ./...
-BENCH    := github.com/tensorferry/tensorferry/internal/bench
 # Tells a benchmark its commit: the go command does not when it runs a program.
-STAMP     = -ldflags '-X $(BENCH).commit=$(shell git describe --always --dirty 2>/dev/null)'
+STAMP     = -ldflags '-X github.com/tensorferry/tensorferry/internal/harness.commit=$(shell git describe --always --dirty 2>/dev/null)'
 
 # What `breaking`, `old-new` and `bench-against` compare with: the last release, or, before
 # there is one, the first commit that has sets. `make breaking AGAINST=main` on a branch of
@@ -44,7 +43,7 @@ demo: ## Run a split network over a real socket and compare with torch's predict
 	$(GO) run ./cmd/tensorferry demo
 
 bench: ## Measure upload, echo, relu, small calls, push and pull beside raw sockets and stock gRPC
-	$(GO) run $(STAMP) ./cmd/tensorferry bench --net both
+	cd bench && $(GO) run $(STAMP) . -machine
 
 bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
 	$(GO) run ./cmd/tensorferry bench --memory
@@ -77,23 +76,23 @@ bench-load: ## Measure 1 to 16 connections with 1 to 64 calls in flight, AGAINST
 	cd bench && $(GO) run $(STAMP) . -load -against '$(AGAINST)'
 
 stress-sessions: ## Hold a server to its memory with 1 000 sessions at work and 10 000 idle ones
-	$(GO) run $(STAMP) ./internal/stress sessions
+	cd stress && $(GO) run $(STAMP) . sessions
 
 stress-receive: ## Hold a server to its memory while peers send what nobody consumes and read nothing
-	$(GO) run $(STAMP) ./internal/stress receive
+	cd stress && $(GO) run $(STAMP) . receive
 
 stress-crash: ## Kill servers during pushes and sets, and clients during sets and pulls, 200 of each
-	$(GO) run $(STAMP) ./internal/stress crash
+	cd stress && $(GO) run $(STAMP) . crash
 
 stress-restarts: ## End and start a server 200 times under 16 clients in Go and 8 in Python with retries
-	$(GO) run $(STAMP) ./internal/stress/restarts
+	cd stress && $(GO) run $(STAMP) ./restarts
 
 stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, of 1 to 16 in a session, plain and in TLS, or drain, half-close and revoke their sessions, under load; then 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
 	$(GO) test -tags invariants -timeout 30m -race ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 300
 
 stress-soak: ## Put mixed load on two servers for 20 minutes, and see whether anything grows
-	$(GO) run $(STAMP) ./internal/stress soak
+	cd stress && $(GO) run $(STAMP) . soak
 
 stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
 	@set -e; for part in worker-kills client-kills program-kills server-restarts threads tasks connects training-faults training-sessions training-steps; do tools/python-stress $$part; done
@@ -158,7 +157,8 @@ lint: lint-go lint-proto breaking ## Everything that reads the source without ru
 lint-go: ## go vet, golangci-lint and formatting
 	$(GO) vet ./...
 	$(TOOL) golangci-lint run ./...
-	cd bench && $(GO) tool -modfile=../tools/go.mod golangci-lint run ./...
+	cd bench && $(GO) vet ./... && $(GO) tool -modfile=../tools/go.mod golangci-lint run ./...
+	cd stress && $(GO) vet ./... && $(GO) tool -modfile=../tools/go.mod golangci-lint run ./...
 
 lint-proto: ## buf's lint and formatting of the wire contract
 	$(TOOL) buf lint
@@ -168,7 +168,7 @@ breaking: ## Check that the wire contract is compatible with AGAINST
 	$(TOOL) buf breaking api --against '.git#ref=$(AGAINST),subdir=api'
 
 old-new: ## Clients and servers of AGAINST with those of this tree
-	$(GO) test ./internal/stress -count=1 -v -timeout 20m -run OldAndNew -against '$(AGAINST)'
+	cd stress && $(GO) test . -count=1 -v -timeout 20m -run OldAndNew -against '$(AGAINST)'
 
 generated: ## The committed generated code is what the .proto files generate
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && set -x && \
@@ -178,6 +178,7 @@ tidy-check: ## go.mod and go.sum say what is imported
 	$(GO) mod tidy -diff
 	cd tools && $(GO) mod tidy -diff
 	cd bench && $(GO) mod tidy -diff
+	cd stress && $(GO) mod tidy -diff
 
 examples: ## Run every program below examples/ to its end, but relu, which has a test of its own
 	@set -e; for p in $$($(GO) list -f '{{if eq .Name "main"}}{{.ImportPath}}{{end}}' ./examples/... | grep -v /relu$$); do \
@@ -190,7 +191,7 @@ bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench
 	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
-	cd bench && $(GO) run . -quick -against '$(AGAINST)'
+	cd bench && $(GO) run . -quick -machine && $(GO) run . -quick -against '$(AGAINST)'
 
 bench-python-smoke: ## Run the Python benchmarks briefly
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick
@@ -201,20 +202,20 @@ bench-training-smoke: ## Run the benchmark of training briefly, if a Python here
 bench-dropins-smoke: ## Run the benchmark of drop-ins briefly, if a Python here has torch
 	@$(BENCH_PYTHON) && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p --quick
 
-bench-peers-smoke: ## Vet and test the comparison with peers, and run it briefly
-	cd bench && $(GO) vet ./...
+bench-peers-smoke: ## Test the comparison with peers, and run it briefly
 	cd bench && $(GO) test ./...
 	@$(PEERS_PYTHON) && $(GO) run . -quick -python $$p && $(GO) run ./roads -quick -python $$p
 
 stress-python-smoke: ## Run each of the Python stress program's parts briefly
 	tools/python-stress smoke
 
-stress-smoke: ## Run each stress program briefly
-	$(GO) run ./internal/stress sessions -calls 100 -idle 1000 -rest 1s
-	$(GO) run ./internal/stress receive -for 3s
-	$(GO) run ./internal/stress crash -n 5
-	$(GO) run ./internal/stress soak -for 5s
-	$(GO) run ./internal/stress/restarts -n 10
+stress-smoke: ## Test the stress programs, and run each briefly
+	cd stress && $(GO) test ./...
+	cd stress && $(GO) run . sessions -calls 100 -idle 1000 -rest 1s
+	cd stress && $(GO) run . receive -for 3s
+	cd stress && $(GO) run . crash -n 5
+	cd stress && $(GO) run . soak -for 5s
+	cd stress && $(GO) run ./restarts -n 10
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here

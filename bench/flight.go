@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"time"
 
 	"github.com/apache/arrow-go/v18/arrow"
 	"github.com/apache/arrow-go/v18/arrow/array"
@@ -17,7 +18,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 // flightKind is Arrow Flight for Go as one writes it with its own readers and
@@ -30,16 +30,16 @@ import (
 func flightKind(batch int, sums bool) bench.Kind {
 	return bench.Kind{
 		Name: flightName("Go", sums, batch),
-		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			idle := bench.NewIdle()
+		Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
 			s := flight.NewServerWithMiddleware(nil, grpc.MaxRecvMsgSize(maxMessageBytes))
 			s.InitListener(l)
-			s.RegisterFlightService(&flightServer{remote: p.To, batch: batch, sums: sums, idle: idle})
-			return bench.Go(s.Serve, func() { s.Shutdown(); close(idle) }, idle), nil // after the transfers
+			s.RegisterFlightService(&flightServer{remote: p.To, batch: batch, sums: sums})
+			defer context.AfterFunc(ctx, s.Shutdown)()
+			return s.Serve()
 		},
 		Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
-			options := append(kinds.DialOptions(p), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
-			c, err := flight.NewClientWithMiddleware(kinds.Target, nil, nil, options...)
+			options := append(bench.DialOptions(p), grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)))
+			c, err := flight.NewClientWithMiddleware(bench.Target, nil, nil, options...)
 			if err != nil {
 				return bench.Client{}, err
 			}
@@ -73,7 +73,6 @@ type flightServer struct {
 	remote []byte
 	batch  int // bytes
 	sums   bool
-	idle   chan<- struct{}
 }
 
 // DoPut receives a tensor and acknowledges the whole.
@@ -89,11 +88,7 @@ func (s *flightServer) DoExchange(stream flight.FlightService_DoExchangeServer) 
 }
 
 func (s *flightServer) answer(l *flightLink, op bench.Op) error {
-	err := kinds.Answer(l, op, s.remote, s.batch)
-	if err == nil {
-		s.idle <- struct{}{}
-	}
-	return err
+	return bench.Answer(l, op, s.remote, s.batch)
 }
 
 type flightClient struct {
@@ -104,7 +99,7 @@ type flightClient struct {
 }
 
 // run does op once, as one call.
-func (c *flightClient) run(ctx context.Context, op bench.Op) error {
+func (c *flightClient) run(ctx context.Context, op bench.Op, first *time.Time) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var l *flightLink
@@ -137,7 +132,7 @@ func (c *flightClient) run(ctx context.Context, op bench.Op) error {
 	}
 	l.close = cancel
 	l.writer.SetFlightDescriptor(&flight.FlightDescriptor{Type: flight.DescriptorPATH, Path: []string{"tensor"}})
-	return kinds.Ask(l, op, c.source, c.back, c.batch)
+	return bench.Ask(ctx, l, op, c.source, c.back, c.batch, first)
 }
 
 var (
@@ -223,7 +218,7 @@ func (l *flightLink) Receive(chunk []byte) (err error) {
 	if sum := l.reader.LatestAppMetadata(); l.sums && len(sum) != 4 {
 		return errNoSum
 	} else if l.sums {
-		if err := kinds.CheckSum(codec.CRC32C, chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
+		if err := bench.CheckSum(codec.CRC32C, chunk, 0, binary.LittleEndian.Uint32(sum)); err != nil {
 			return fmt.Errorf("%w, %d bytes before the end", err, l.due)
 		}
 	}

@@ -11,28 +11,29 @@ import (
 	"github.com/apache/arrow-go/v18/arrow/flight"
 	"google.golang.org/protobuf/proto"
 
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
 // A test binary is an end, too.
 func TestMain(m *testing.M) {
-	bench.BeEnd(allKinds())
+	measure.BeEnd(allKinds())
 	os.Exit(m.Run())
 }
 
 func TestFlightMovesEveryByteBothWays(t *testing.T) {
 	testkit.Start(t)
-	c := bench.Smoke()
+	c := measure.Smoke()
 	for _, k := range flights() {
 		batch := batchSizes[0]
 		for _, size := range []int{8, batch - 8, batch, batch + 8, 2*batch + 8, batchSizes[len(batchSizes)-1] + 8} {
-			g := bench.Group{Net: "tcp", Size: size, Ops: both, Entrants: bench.Beside(k.Name)}
+			g := measure.Group{Net: "tcp", Size: size, Ops: both, Entrants: measure.Beside(k.Name)}
 			if all, err := c.Measure(t.Context(), g); err != nil || len(all) != 2 {
 				t.Fatalf("%s, %d bytes: %v", k.Name, size, err)
 			}
 		}
-		g := bench.Group{Net: "unix", Size: 8, Ops: []bench.Op{bench.ReLU}, Entrants: bench.Beside(k.Name)}
+		g := measure.Group{Net: "unix", Size: 8, Ops: []bench.Op{bench.ReLU}, Entrants: measure.Beside(k.Name)}
 		if _, err := c.Measure(t.Context(), g); err == nil {
 			t.Error("it has no relu")
 		}

@@ -20,14 +20,16 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/tensorferry/tensorferry/bench/kinds"
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
+	"github.com/tensorferry/tensorferry/internal/harness"
 )
 
 func allKinds() []bench.Kind { return append(kinds.All(), flights()...) }
 
 func main() {
-	bench.BeEnd(allKinds())
+	measure.BeEnd(allKinds())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx)
 	stop()
@@ -45,15 +47,16 @@ func run(ctx context.Context) error {
 	works := flag.String("works", "", "the only `works`, with commas between: upload, echo, relu, call and so on")
 	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")
 	python := flag.String("python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
+	machine := flag.Bool("machine", false, "compare with raw sockets, stock gRPC, TLS, tar and cp, not with peers")
 	load := flag.Bool("load", false, "measure 1 to 16 connections with 1 to 64 calls in flight, and their memory")
-	out := flag.String("out", "", "write page and samples to a `folder`, too: peers.*, against.* or load.*")
+	out := flag.String("out", "", "write page and samples to a `folder`, too: peers.*, machine.*, against.* or load.*")
 	flag.Parse()
 	if flag.NArg() > 0 {
 		return fmt.Errorf("%q; give no argument", flag.Args())
 	}
-	c := bench.Full(*size, *rounds)
+	c := measure.Full(*size, *rounds)
 	if *quick {
-		c = bench.Smoke()
+		c = measure.Smoke()
 		c.Size = min(*size, quickBytes)
 	}
 	c.Rules = rules()
@@ -69,7 +72,7 @@ func run(ctx context.Context) error {
 			return *works != "" && !slices.Contains(strings.Split(*works, ","), string(op))
 		})
 	}
-	var groups []bench.Group
+	var groups []measure.Group
 	var old []string
 	nets := strings.Split(*net, ",")
 	if *against != "" {
@@ -77,16 +80,18 @@ func run(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		old = []string{program, bench.EndArgument}
+		old = []string{program, measure.EndArgument}
 	}
 	name := "peers"
 	switch {
+	case *machine:
+		groups, name = kinds.Suite(nets, tensorBytes), "machine"
 	case *load:
 		groups, name = loads(nets, old), "load"
 	case old != nil:
 		groups, name = turns(nets, old), "against"
 	default:
-		top, err := bench.Top(ctx)
+		top, err := harness.Top(ctx)
 		if err != nil {
 			return err
 		}
@@ -101,7 +106,7 @@ func run(ctx context.Context) error {
 			groups[i].Size = c.Size
 		}
 	}
-	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g bench.Group) bool { return len(g.Ops) == 0 }))
+	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g measure.Group) bool { return len(g.Ops) == 0 }))
 	if err != nil {
 		return err
 	}
@@ -112,15 +117,15 @@ func run(ctx context.Context) error {
 // build builds this program of this tree with everything else of another commit, so
 // that both are measured by the same code.
 func build(ctx context.Context, ref, dir string) (string, error) {
-	top, err := bench.Top(ctx)
+	top, err := harness.Top(ctx)
 	if err != nil {
 		return "", err
 	}
 	source := dir + "/source"
-	if err := bench.Checkout(ctx, ref, source); err != nil {
+	if err := harness.Checkout(ctx, ref, source); err != nil {
 		return "", err
 	}
-	for _, part := range []string{"/bench", "/identity", "/internal/bench", "/internal/proc"} {
+	for _, part := range []string{"/bench", "/identity", "/internal/bench", "/internal/harness", "/internal/proc"} {
 		if err := os.RemoveAll(source + part); err != nil {
 			return "", err
 		}
@@ -128,5 +133,5 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 			return "", err
 		}
 	}
-	return bench.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
+	return harness.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
 }

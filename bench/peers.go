@@ -4,9 +4,10 @@ import (
 	"context"
 	"strconv"
 
+	"github.com/tensorferry/tensorferry/bench/kinds"
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 )
 
 // language is one that Flight is written in, with the checksum that is fast there.
@@ -22,15 +23,15 @@ func languages(python, ends string) []language {
 	all := []language{{"Go", codec.CRC32C, func(bool, int) []string { return nil }}}
 	if python != "" {
 		all = append(all, language{"C++", codec.CRC32, func(sums bool, batch int) []string {
-			return []string{python, ends, bench.EndArgument, map[bool]string{true: "sums", false: "none"}[sums], strconv.Itoa(batch)}
+			return []string{python, ends, measure.EndArgument, map[bool]string{true: "sums", false: "none"}[sums], strconv.Itoa(batch)}
 		}})
 	}
 	return all
 }
 
 // entrant is Flight with batches of a size.
-func (l language) entrant(sums bool, batch int) bench.Entrant {
-	return bench.Entrant{Kind: flightName(l.name, sums, batch), Program: l.program(sums, batch)}
+func (l language) entrant(sums bool, batch int) measure.Entrant {
+	return measure.Entrant{Kind: flightName(l.name, sums, batch), Program: l.program(sums, batch)}
 }
 
 // Batch is Flight with one batch size.
@@ -40,17 +41,17 @@ type Batch struct {
 	Rate float64  `json:"gb_per_second"`
 	Best bool     `json:"best"` // of those of its language, with or without checksums
 
-	entrant bench.Entrant
+	entrant measure.Entrant
 	sum     codec.Checksum
 }
 
 var both = []bench.Op{bench.Upload, bench.Echo}
 
 // sweep measures Flight with each batch size.
-func sweep(ctx context.Context, c bench.Config, ops []bench.Op, all []language) (batches []Batch, err error) {
+func sweep(ctx context.Context, c measure.Config, ops []bench.Op, all []language) (batches []Batch, err error) {
 	for _, l := range all {
 		for _, sums := range []bool{false, true} {
-			g := bench.Group{Net: "tcp", Size: c.Size, Rounds: sweepRounds, Ops: ops}
+			g := measure.Group{Net: "tcp", Size: c.Size, Rounds: sweepRounds, Ops: ops}
 			for _, n := range batchSizes {
 				g.Entrants = append(g.Entrants, l.entrant(sums, n))
 			}
@@ -88,12 +89,12 @@ func sweep(ctx context.Context, c bench.Config, ops []bench.Op, all []language) 
 }
 
 // peers are what everybody does, Flight with its best batches.
-func peers(nets []string, batches []Batch) (groups []bench.Group) {
-	add := func(g bench.Group, kind string, others ...bench.Entrant) {
-		g.Entrants = append(bench.Beside(kind), others...)
+func peers(nets []string, batches []Batch) (groups []measure.Group) {
+	add := func(g measure.Group, kind string, others ...measure.Entrant) {
+		g.Entrants = append(measure.Beside(kind), others...)
 		groups = append(groups, g)
 	}
-	flights := func(op bench.Op, sum codec.Checksum) (all []bench.Entrant) {
+	flights := func(op bench.Op, sum codec.Checksum) (all []measure.Entrant) {
 		for _, b := range batches {
 			if b.Best && b.Op == op && (b.sum == sum || b.sum == 0) {
 				all = append(all, b.entrant)
@@ -104,38 +105,38 @@ func peers(nets []string, batches []Batch) (groups []bench.Group) {
 	for _, net := range nets {
 		for _, op := range both {
 			for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-				others := bench.Beside(kinds.RawName(sum, 1<<20), kinds.RawName(sum, 256<<10))
+				others := measure.Beside(bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
 				if sum == codec.CRC32C {
-					others = append(others, bench.Beside(kinds.RawName(0, 1<<20), kinds.StockGRPC.Name)...)
+					others = append(others, measure.Beside(bench.RawName(0, 1<<20), bench.StockGRPC)...)
 				}
-				add(bench.Group{Net: net, Size: tensorBytes, Ops: []bench.Op{op}}, kinds.OursWith(sum), append(others, flights(op, sum)...)...)
+				add(measure.Group{Net: net, Size: tensorBytes, Ops: []bench.Op{op}}, bench.OursWith(sum), append(others, flights(op, sum)...)...)
 			}
 		}
-		add(bench.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Tensorferry, bench.Beside(kinds.StockGRPC.Name, kinds.RawName(codec.CRC32C, 1<<20))...)
+		add(measure.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, measure.Beside(bench.StockGRPC, bench.RawName(codec.CRC32C, 1<<20))...)
 	}
 	return groups
 }
 
 // rules add what is required beside Flight.
-func rules() []bench.Rule {
+func rules() []measure.Rule {
 	all := kinds.Rules()
 	for _, op := range both {
 		all = append(all,
-			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32C), Beside: "Arrow Flight (Go), CRC-32C", Ratio: &bench.Required{Value: 2}},
-			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32C), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}},
-			bench.Rule{Net: "tcp", Work: op, Who: kinds.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &bench.Required{Value: 1}})
+			measure.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (Go), CRC-32C", Ratio: &measure.Required{Value: 2}},
+			measure.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32C), Beside: "Arrow Flight (C++), unchecked", Ratio: &measure.Required{Value: 1}},
+			measure.Rule{Net: "tcp", Work: op, Who: bench.OursWith(codec.CRC32), Beside: "Arrow Flight (C++), unchecked", Ratio: &measure.Required{Value: 1}})
 	}
 	return all
 }
 
 // loads are what ours does with many calls at a time, and an old program's if there
 // is one.
-func loads(nets []string, old []string) (groups []bench.Group) {
+func loads(nets []string, old []string) (groups []measure.Group) {
 	for _, net := range nets {
 		for _, l := range kinds.Loads {
-			g := bench.Group{Net: net, Size: tensorBytes, Ops: both, Entrants: bench.Beside(l.Name())}
+			g := measure.Group{Net: net, Size: tensorBytes, Ops: both, Entrants: measure.Beside(l.Name())}
 			if old != nil {
-				g.Entrants = append(g.Entrants, bench.Entrant{Kind: l.Name(), Program: old, Prefix: bench.Old})
+				g.Entrants = append(g.Entrants, measure.Entrant{Kind: l.Name(), Program: old, Prefix: measure.Old})
 			}
 			groups = append(groups, g)
 		}
@@ -144,24 +145,24 @@ func loads(nets []string, old []string) (groups []bench.Group) {
 }
 
 // turns are what an old program and this one do.
-func turns(nets []string, old []string) (groups []bench.Group) {
+func turns(nets []string, old []string) (groups []measure.Group) {
 	for _, net := range nets {
 		add := func(size int, ops []bench.Op, kind string, others ...string) {
-			entrants := []bench.Entrant{{Kind: kind}, {Kind: kind, Program: old, Prefix: bench.Old}}
-			groups = append(groups, bench.Group{Net: net, Size: size, Ops: ops, Entrants: append(entrants, bench.Beside(others...)...)})
+			entrants := []measure.Entrant{{Kind: kind}, {Kind: kind, Program: old, Prefix: measure.Old}}
+			groups = append(groups, measure.Group{Net: net, Size: size, Ops: ops, Entrants: append(entrants, measure.Beside(others...)...)})
 		}
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-			add(tensorBytes, both, kinds.OursWith(sum), kinds.RawName(sum, 1<<20), kinds.RawName(sum, 256<<10))
-			add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.OursWith(sum), kinds.StockGRPC.Name)
-			add(tensorBytes, both, kinds.OursWith(sum)+kinds.NoLanes)
-			add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.OursWith(sum)+kinds.NoLanes)
+			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
+			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.StockGRPC)
+			add(tensorBytes, both, bench.OursWith(sum)+kinds.NoLanes)
+			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum)+kinds.NoLanes)
 		}
-		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, bench.FirstResult, bench.CallBeside}, kinds.Tensorferry)
-		add(bench.SmallBytes, []bench.Op{bench.Call}, kinds.Tensorferry)
-		add(tensorBytes, []bench.Op{bench.Pull, bench.PullToFile, bench.Push}, kinds.Folder)
-		add(tensorBytes, []bench.Op{bench.Push}, kinds.InMemory)
+		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, measure.FirstResult, measure.CallBeside}, bench.Tensorferry)
+		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)
+		add(tensorBytes, []bench.Op{measure.Pull, measure.PullToFile, measure.Push}, kinds.Folder)
+		add(tensorBytes, []bench.Op{measure.Push}, kinds.InMemory)
 		for _, each := range []int{1 << 10, 64 << 10} {
-			add(bench.Many*each, []bench.Op{bench.PushMany, bench.PullMany}, kinds.InMemory)
+			add(measure.Many*each, []bench.Op{measure.PushMany, measure.PullMany}, kinds.InMemory)
 		}
 	}
 	return groups

@@ -10,12 +10,12 @@ import (
 	"runtime/debug"
 	"strings"
 
-	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/bench/measure"
 )
 
 // Report is everything that was measured, and where.
 type Report struct {
-	bench.Report
+	measure.Report
 	Modules []string `json:"modules"` // of the peers, as in path@version
 	Batches []Batch  `json:"flight_batches"`
 }

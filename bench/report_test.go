@@ -10,9 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
+	"github.com/tensorferry/tensorferry/internal/harness"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -20,13 +21,13 @@ import (
 func testReport() *Report {
 	r := &Report{Modules: []string{"a@v1"}}
 	r.Date, r.LoadAfter = "2026-01-02", "1.00"
-	r.Machine = bench.Machine{CPU: "Xeon", Cores: 2, Go: "go1", OS: "linux", Arch: "amd64", Commit: "abc123"}
+	r.Machine = harness.Machine{CPU: "Xeon", Cores: 2, Go: "go1", OS: "linux", Arch: "amd64", Commit: "abc123"}
 	r.Batches = []Batch{{Op: bench.Upload, Kind: "x", Rate: 2, Best: true}}
 	for i, op := range both {
-		for j, peer := range []string{kinds.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {
-			x := &bench.Comparison{
-				Net: "tcp", Work: op, Bytes: 256 << 20, Who: "tensorferry", Beside: peer, Required: &bench.Required{Value: 1.5, Met: j == 1},
-				Pairs: []bench.Pair{{Ours: bench.Sample{Time: time.Duration(200+i) << 20, CPU: time.Second}, Theirs: bench.Sample{Time: time.Duration(100*(j+1)) << 20, CPU: time.Second}}},
+		for j, peer := range []string{bench.RawName(codec.CRC32C, 1<<20), flightName("Go", true, 1<<20)} {
+			x := &measure.Comparison{
+				Net: "tcp", Work: op, Bytes: 256 << 20, Who: "tensorferry", Beside: peer, Required: &measure.Required{Value: 1.5, Met: j == 1},
+				Pairs: []measure.Pair{{Ours: bench.Sample{Time: time.Duration(200+i) << 20, CPU: time.Second}, Theirs: bench.Sample{Time: time.Duration(100*(j+1)) << 20, CPU: time.Second}}},
 			}
 			x.Sum()
 			r.Comparisons = append(r.Comparisons, x)
@@ -84,7 +85,7 @@ func TestThePublishedResultsAreThoseOfTheirSamples(t *testing.T) {
 
 func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 	testkit.Start(t)
-	c := bench.Smoke()
+	c := measure.Smoke()
 	c.Size = 1 << 20
 	batches, err := sweep(t.Context(), c, both, languages("", ""))
 	if err != nil {
@@ -114,7 +115,7 @@ func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 
 func TestFlightInAnotherLanguageIsAProgramOfItsOwn(t *testing.T) {
 	e := languages("python", "ends.py")[1].entrant(true, 1<<20)
-	if e.Kind != "Arrow Flight (C++), CRC-32, 1 MiB" || !slices.Equal(e.Program, []string{"python", "ends.py", bench.EndArgument, "sums", "1048576"}) {
+	if e.Kind != "Arrow Flight (C++), CRC-32, 1 MiB" || !slices.Equal(e.Program, []string{"python", "ends.py", measure.EndArgument, "sums", "1048576"}) {
 		t.Errorf("%+v", e)
 	}
 }

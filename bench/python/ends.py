@@ -3,7 +3,7 @@
 A client reads lines such as "echo 268435456 1": what to do, the bytes of a tensor, and how
 often. It answers each with the median seconds of one. A server prints its address. All end
 with their input. The kind bench-end is an end of Arrow Flight for the Go program of bench/,
-which calls it as internal/bench says. What they measure, and how fair it is, is in
+which calls it as bench/measure says. What they measure, and how fair it is, is in
 docs/benchmarks.md.
 """
 
@@ -240,7 +240,7 @@ def flight_server(sums):
 
 
 class FlightEnd:
-    """An end of Flight that the Go program calls: see End and Role in internal/bench/end.go."""
+    """An end of Flight that the Go program calls: see End and Role in bench/measure/end.go."""
 
     def __init__(self, sums, batch):
         self.batches = Batches(sums == "sums", int(batch))

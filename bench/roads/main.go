@@ -1,7 +1,7 @@
 //go:build linux
 
 // Command roads measures tensorferry between two machines: both are network namespaces of
-// this one, joined by a link of internal/bench/roads, in which TCP runs from end to end.
+// this one, joined by a link of internal/roads, in which TCP runs from end to end.
 // Beside it, in turns, run iperf3, raw sockets, stock gRPC and Arrow Flight in C++. It
 // prints what was measured with the congestion controls that were read back. Where the
 // system has no namespaces it says why and measures nothing.
@@ -22,10 +22,12 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/kinds"
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
-	"github.com/tensorferry/tensorferry/internal/bench/roads"
+	"github.com/tensorferry/tensorferry/internal/harness"
+	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
 // Works of tensorferry.
@@ -59,7 +61,7 @@ func allKinds() []bench.Kind {
 }
 
 func main() {
-	bench.BeEnd(allKinds())
+	measure.BeEnd(allKinds())
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := run(ctx)
 	stop()
@@ -148,14 +150,14 @@ func (o *options) measure(ctx context.Context, dir string) error {
 	if err := r.Close(); err != nil {
 		return err
 	}
-	top, err := bench.Top(ctx)
+	top, err := harness.Top(ctx)
 	if err != nil {
 		return err
 	}
 	o.script = filepath.Join(top, "bench", "python", "ends.py")
 	if o.program == "" {
 		progress("building tensorferry")
-		if o.program, err = bench.Build(ctx, top, "./cmd/tensorferry", dir); err != nil {
+		if o.program, err = harness.Tensorferry(ctx, dir); err != nil {
 			return err
 		}
 	}
@@ -169,7 +171,7 @@ func (o *options) measure(ctx context.Context, dir string) error {
 	if err := os.WriteFile(o.file, data, 0o600); err != nil {
 		return err
 	}
-	fmt.Printf("%s · %s\n", bench.ThisMachine(), time.Now().Format(time.DateOnly))
+	fmt.Printf("%s · %s\n", harness.ThisMachine(), time.Now().Format(time.DateOnly))
 	if o.quick {
 		fmt.Println("SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
 	}
@@ -231,12 +233,12 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 			batch      int
 			more       []turn
 		}{
-			{"upload of " + bench.ByteText(short), kinds.Tensorferry, kinds.StockGRPC.Name, short, bench.Upload, bench.Upload, bench.ChunkBytes, nil},
+			{"upload of " + bench.ByteText(short), bench.Tensorferry, bench.StockGRPC, short, bench.Upload, bench.Upload, bench.ChunkBytes, nil},
 			{
-				fmt.Sprintf("push of %d × 1 KiB", bench.Many), kinds.InMemory, kinds.StockSmall.Name, bench.Many << 10, bench.PushMany, bench.Upload, 1 << 10,
-				[]turn{g.ends(kinds.Tar, bench.Many<<10, bench.PushMany)},
+				fmt.Sprintf("push of %d × 1 KiB", measure.Many), kinds.InMemory, kinds.StockSmall, measure.Many << 10, measure.PushMany, bench.Upload, 1 << 10,
+				[]turn{g.ends(kinds.Tar, measure.Many<<10, measure.PushMany)},
 			},
-			{"first result of " + bench.ByteText(short), kinds.Tensorferry, kinds.StockGRPC.Name, short, bench.FirstResult, bench.FirstResult, bench.ChunkBytes, nil},
+			{"first result of " + bench.ByteText(short), bench.Tensorferry, bench.StockGRPC, short, measure.FirstResult, measure.FirstResult, bench.ChunkBytes, nil},
 		} {
 			turns := append([]turn{g.ends(x.ours, x.size, x.op)}, x.more...)
 			if o.peers {
@@ -250,7 +252,7 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 			}
 		}
 	case calls:
-		beside := g.ends(kinds.Tensorferry, o.size, bench.CallBeside)
+		beside := g.ends(bench.Tensorferry, o.size, measure.CallBeside)
 		if _, err := exec.LookPath("ping"); err == nil {
 			beside = g.pinged(beside)
 		}
@@ -306,7 +308,7 @@ func (o *options) sharing(ctx context.Context, g *gauge, work string) []turn {
 	for _, n := range o.streams {
 		all = append(all, g.ends(sockets(n), o.size, op))
 	}
-	all = append(all, g.ends(kinds.StockGRPC.Name, o.size, op))
+	all = append(all, g.ends(bench.StockGRPC, o.size, op))
 	if o.python != "" {
 		all = append(all, g.flight(o.size, op, bench.ChunkBytes))
 	}

@@ -7,20 +7,21 @@ import (
 	"testing"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
 func TestMain(m *testing.M) {
-	bench.BeEnd(allKinds())
+	measure.BeEnd(allKinds())
 	m.Run()
 }
 
 func TestRawSocketsMoveEveryByte(t *testing.T) {
 	testkit.Start(t)
 	for _, n := range []int{1, 3} {
-		g := bench.Group{Net: "tcp", Size: 1<<20 + 8, Ops: []bench.Op{bench.Upload, bench.Echo}, Entrants: bench.Beside(sockets(n))}
-		if _, err := bench.Smoke().Measure(t.Context(), g); err != nil { // it compares what arrived
+		g := measure.Group{Net: "tcp", Size: 1<<20 + 8, Ops: []bench.Op{bench.Upload, bench.Echo}, Entrants: measure.Beside(sockets(n))}
+		if _, err := measure.Smoke().Measure(t.Context(), g); err != nil { // it compares what arrived
 			t.Error(err)
 		}
 	}

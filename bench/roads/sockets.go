@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
 )
@@ -21,9 +22,9 @@ func sockets(n int) string { return fmt.Sprintf("%d raw sockets", n) }
 func socketsKind(n int) bench.Kind {
 	return bench.Kind{
 		Name: sockets(n),
-		Serve: func(l net.Listener, p bench.Place) (bench.Server, error) {
-			idle := bench.NewIdle()
-			return bench.Go(func() error { return take(l, p.To, n, idle) }, func() { _ = l.Close() }, idle), nil
+		Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
+			defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+			return take(l, p.To, n)
 		},
 		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 			var all []net.Conn
@@ -43,7 +44,7 @@ func socketsKind(n int) bench.Kind {
 					return bench.Client{}, errors.Join(err, shut())
 				}
 			}
-			run := func(ctx context.Context, op bench.Op) error {
+			run := func(ctx context.Context, op bench.Op, _ *time.Time) error {
 				defer context.AfterFunc(ctx, func() { _ = shut() })()
 				return each(n, func(i int) error {
 					source, to := part(p.Source, i, n), part(p.To, i, n)
@@ -75,8 +76,7 @@ func socketsKind(n int) bench.Kind {
 }
 
 // take serves the n connections of one client.
-func take(l net.Listener, to []byte, n int, idle chan<- struct{}) error {
-	defer close(idle)
+func take(l net.Listener, to []byte, n int) error {
 	defer l.Close()
 	all := make([]net.Conn, n)
 	for range n {
@@ -102,7 +102,6 @@ func take(l net.Listener, to []byte, n int, idle chan<- struct{}) error {
 		if err != nil {
 			return err
 		}
-		idle <- struct{}{}
 	}
 }
 

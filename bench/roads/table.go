@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/roads"
+	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
 // What a work is measured by.

@@ -15,10 +15,11 @@ import (
 	"strings"
 	"time"
 
+	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/roads"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
 // The ends of a road.
@@ -184,17 +185,17 @@ func accepts(ctx context.Context, program, work, flag string) bool {
 // ends are a kind of internal/bench, both ends started anew.
 func (g *gauge) ends(kind string, size int, op bench.Op, program ...string) turn {
 	return turn{kind, func(ctx context.Context) (r result, err error) {
-		group := bench.Group{
+		group := measure.Group{
 			Net: "tcp", Size: size, Host: g.road.Ends[server].Addr.String(), Wait: jobWait,
-			Commands: [2]bench.Command{g.road.Ends[server].Command, g.road.Ends[client].Command},
+			Commands: [2]measure.Command{g.road.Ends[server].Command, g.road.Ends[client].Command},
 		}
-		do, end, err := bench.Enter(ctx, group, bench.Entrant{Kind: kind, Program: program})
+		do, end, err := measure.Enter(ctx, group, measure.Entrant{Kind: kind, Program: program})
 		if err != nil {
 			return r, err
 		}
 		defer func() { err = errors.Join(err, end()) }()
-		job := bench.Job{Op: op}
-		if op == bench.CallBeside {
+		job := measure.Job{Op: op}
+		if op == measure.CallBeside {
 			job.Count = bench.CallBatch
 		}
 		var s bench.Sample
@@ -216,7 +217,7 @@ func (g *gauge) ends(kind string, size int, op bench.Op, program ...string) turn
 
 // flight is Arrow Flight in C++, with batches of so many bytes and no checksums, as it comes.
 func (g *gauge) flight(size int, op bench.Op, batch int) turn {
-	t := g.ends("", size, op, g.python, g.script, bench.EndArgument, "none", strconv.Itoa(batch))
+	t := g.ends("", size, op, g.python, g.script, measure.EndArgument, "none", strconv.Itoa(batch))
 	t.who = "Arrow Flight (C++)"
 	return t
 }

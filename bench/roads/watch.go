@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/tensorferry/tensorferry/internal/bench/roads"
+	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
 // watch is what was seen of a road while a job ran.

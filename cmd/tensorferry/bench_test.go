@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"os/exec"
 	"runtime"
 	"strings"
@@ -18,33 +19,34 @@ func benchSelf(ctx context.Context, args ...string) *exec.Cmd {
 	return exec.CommandContext(ctx, "tensorferry", args...)
 }
 
+var quietBench = bench.Config{Command: benchSelf, Progress: func(string) {}}
+
 func TestMemoryMeasureStreamsThroughTwoProcesses(t *testing.T) {
 	if runtime.GOOS != "linux" {
 		t.Skip("peak memory is read from /proc")
 	}
 	testkit.Start(t)
 	for _, network := range []string{"tcp", "unix"} {
-		r, err := bench.PeakMemory(t.Context(), bench.MemoryConfig{Command: benchSelf, Bytes: 8 * bench.MemoryBlock, Network: network})
+		rows, err := quietBench.PeakMemory(t.Context(), network, 8*bench.MemoryBlock)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if r.Bytes != 8*bench.MemoryBlock || r.Server < 1<<20 || r.Client < 1<<20 || r.Required == nil {
-			t.Errorf("%s: %+v", network, r)
+		if s := rows[0].Samples[0]; rows[0].Bytes != 8*bench.MemoryBlock || s.Server < 1<<20 || s.Client < 1<<20 {
+			t.Errorf("%s: %+v", network, rows)
 		}
 	}
 }
 
 func TestMemoryMeasureTellsWhatItsClientSaid(t *testing.T) {
 	testkit.Start(t)
-	_, err := bench.PeakMemory(t.Context(), bench.MemoryConfig{
-		Command: func(ctx context.Context, args ...string) *exec.Cmd {
-			if args[0] == "run" {
-				args[1] = "no-such-model"
-			}
-			return benchSelf(ctx, args...)
-		},
-		Bytes: 8 * bench.MemoryBlock, Network: "tcp",
-	})
+	c := quietBench
+	c.Command = func(ctx context.Context, args ...string) *exec.Cmd {
+		if args[0] == "run" {
+			args[1] = "no-such-model"
+		}
+		return benchSelf(ctx, args...)
+	}
+	_, err := c.PeakMemory(t.Context(), "tcp", 8*bench.MemoryBlock)
 	if err == nil || !strings.Contains(err.Error(), `no model "no-such-model"`) {
 		t.Fatalf("got %v", err)
 	}
@@ -53,11 +55,21 @@ func TestMemoryMeasureTellsWhatItsClientSaid(t *testing.T) {
 func TestMemoryMeasureEndsWithItsContext(t *testing.T) {
 	testkit.Start(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := bench.PeakMemory(ctx, bench.MemoryConfig{
-		Command: benchSelf, Bytes: 1 << 40, Network: "tcp",
-		Progress: func(string) { cancel() },
-	})
+	c := quietBench
+	c.Progress = func(string) { cancel() }
+	_, err := c.PeakMemory(ctx, "tcp", 1<<40)
 	if err == nil || ctx.Err() == nil {
+		t.Fatalf("got %v", err)
+	}
+}
+
+func TestAComparisonEndsWithItsContext(t *testing.T) {
+	testkit.Start(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	c := quietBench
+	c.Size, c.MinRounds = 1<<20, 1<<20
+	c.Progress = func(string) { cancel() }
+	if _, err := c.Compare(ctx, "unix"); !errors.Is(err, context.Canceled) {
 		t.Fatalf("got %v", err)
 	}
 }

@@ -16,7 +16,7 @@ func TestACommandThatWaitsForAHeaderCanBeInterrupted(t *testing.T) {
 			r, w := io.Pipe()
 			defer w.Close() // it stays open until then
 			ended := make(chan error, 1)
-			root := verbs.Command(benchCommand())
+			root := verbs.Command()
 			root.SetArgs(args)
 			root.SetIn(r)
 			go func() { ended <- root.ExecuteContext(ctx) }() // the server is not asked

@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/bench/kinds"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/cli/verbs"
@@ -26,8 +25,8 @@ const ballast = 16 << 20
 
 func main() {
 	never := make([]byte, ballast) // never touched, so not in memory
-	bench.BeEnd(kinds.All())       // exits if the bench command has started this process
-	code := verbs.Run(untilInterrupted(), verbs.Command(benchCommand()))
+	bench.BeServer()               // exits if the bench command has started this process
+	code := verbs.Run(untilInterrupted(), verbs.Command())
 	runtime.KeepAlive(never)
 	os.Exit(code)
 }

@@ -1,6 +1,6 @@
 // Package attack does to a server what no library for gRPC does: it writes HTTP/2 by
 // hand, sends what never becomes whole, reads nothing, and breaks connections anywhere.
-// It is for the tests of server and for internal/stress, and refuses to look at what
+// It is for the tests of server and for the module stress, and refuses to look at what
 // becomes of the server. It copies what it sends.
 package attack
 

@@ -1,10 +1,10 @@
 // Package bench compares tensorferry with other ways of moving the same bytes from a
-// client process to a server process, and back.
+// client process to a server process, and back: raw sockets and stock gRPC.
 //
 // Each kind is a competitor, not a straw man: it does the same work (same memory,
 // same checksums where it says so) as directly as it can. Bytes that did not arrive
-// have no time. The package does not judge: it prints what is required beside what
-// was measured. A kind is lent all memory until it is closed.
+// have no time. The package has what the command needs; the module bench measures more
+// kinds with the same parts. A kind is lent all memory until it is closed.
 package bench
 
 import (
@@ -16,12 +16,13 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/slab"
 )
 
 // Op is what is done.
 type Op string
 
-// The operations. Tensorferry has all of them, its peers some.
+// The operations that every kind has.
 const (
 	// Upload moves the source to the server, which acknowledges the whole.
 	Upload Op = "upload"
@@ -32,36 +33,13 @@ const (
 	ReLU Op = "relu"
 	// Call is a batch of echoes, one after the other.
 	Call Op = "call"
-	// FirstResult is a ReLU, of which the time until its first result counts.
-	FirstResult Op = "first-result"
-	// CallBeside is a batch of calls on a session that carries uploads.
-	CallBeside Op = "call-beside-upload"
-	// Pull fetches a mapped file into memory, PullToFile into a new file.
-	Pull       Op = "pull"
-	PullToFile Op = "pull-to-file"
-	// Push stores the source in the server's store, in a folder durably.
-	Push Op = "push"
-	// PushMany stores Many small tensors, PushSet stores them together, PullMany fetches
-	// them.
-	PushMany Op = "push-many"
-	PushSet  Op = "push-set"
-	PullMany Op = "pull-many"
 )
 
 // Moves are the operations that Client.Run does. No two names begin alike.
 var Moves = []Op{Upload, Echo, ReLU}
 
-// latency has the operations whose time counts, not their rate.
-var latency = map[Op]bool{Call: true, FirstResult: true, CallBeside: true}
-
 // Back reports whether the result goes back to the client.
 func (op Op) Back() bool { return op != Upload }
-
-// Job is an operation, for batches with a number of calls.
-type Job struct {
-	Op    Op
-	Count int
-}
 
 // Sample is what one job took.
 type Sample struct {
@@ -81,6 +59,21 @@ type Place struct {
 	Network, Address string // of the socket, "tcp" or "unix"
 	Dir              string // for files; both ends have the same
 	Source, To       []byte
+	// Wrap, if set, encrypts what a client has dialed.
+	Wrap func(context.Context, net.Conn) (net.Conn, error)
+}
+
+// Connect connects to the server.
+func (p Place) Connect(ctx context.Context) (net.Conn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, p.Network, p.Address)
+	if err != nil || p.Wrap == nil {
+		return conn, err
+	}
+	wrapped, err := p.Wrap(ctx, conn)
+	if err != nil {
+		_ = conn.Close()
+	}
+	return wrapped, err
 }
 
 // Kind is a way to move bytes, its two ends apart.
@@ -89,58 +82,37 @@ type Kind struct {
 	// OwnMemory says that the server receives into memory of its own: of To it takes
 	// the length only.
 	OwnMemory bool
-	// Serve starts goroutines that serve one client, which dials l, until Close.
-	// The server is handed l, also when this fails.
-	Serve func(l net.Listener, p Place) (Server, error)
+	// Serve serves one client, which dials l, until ctx ends or it has left, and closes l.
+	// Once the client knows of the end of a transfer, nobody touches To until the next.
+	Serve func(ctx context.Context, l net.Listener, p Place) error
 	// Dial connects to a server.
 	Dial func(ctx context.Context, p Place) (Client, error)
 }
 
-// Server is the end that an upload goes to.
-type Server struct {
-	// Idle gets a value after each transfer that succeeded at the client, once nobody
-	// touches the server's memory any more. It is closed after the last one.
-	Idle <-chan struct{}
-	// Close ends every goroutine and returns what went wrong before.
-	Close func() error
-}
-
 // Client is the end that has the source. It belongs to one goroutine.
 type Client struct {
-	// Run does Upload, Echo or ReLU once and returns when all its bytes are where
-	// they belong. After an error, the end of ctx for one, only Close is of use.
-	Run func(ctx context.Context, op Op) error
+	// Run does one of Moves once and returns when all its bytes are where they belong.
+	// It sets first, unless that is nil, to when the first piece of a result was there.
+	// After an error, the end of ctx for one, only Close is of use.
+	Run func(ctx context.Context, op Op, first *time.Time) error
 	// Measure has the jobs that the client times and checks itself.
 	Measure map[Op]func(ctx context.Context, count int) (Sample, error)
 	Close   func() error
 }
 
-// Go starts a goroutine for serve, which stop ends.
-func Go(serve func() error, stop func(), idle <-chan struct{}) Server {
-	served := make(chan error, 1)
-	go func() { served <- serve() }()
-	return Server{idle, func() error {
-		stop()
-		return <-served
-	}}
+// Do does op, which is one of Moves or a batch of calls, and measures it.
+func (c Client) Do(ctx context.Context, op Op, p Place, calls int) (Sample, error) {
+	if op == Call {
+		return batch(calls, p.To, p.Source, func() error { return c.Run(ctx, Echo, nil) })
+	}
+	return Transfer(op, p.To, p.Source, func() error { return c.Run(ctx, op, nil) })
 }
-
-// NewIdle is the idle of a server that says so after each transfer. It has room for
-// all that come before somebody asks.
-func NewIdle() chan struct{} { return make(chan struct{}, CallBatch) }
-
-// Always is the idle of a server whose memory nobody looks at.
-var Always = func() chan struct{} {
-	idle := make(chan struct{})
-	close(idle)
-	return idle
-}()
 
 // Transfer times a run of op, whose result goes to where the source's went to, and
 // compares it after the time. It borrows both.
 func Transfer(op Op, to, source []byte, run func() error) (Sample, error) {
 	if op.Back() {
-		spoil(to, source)
+		Spoil(to, source)
 	}
 	s, err := Timed(run)
 	if err == nil && op.Back() {
@@ -158,7 +130,7 @@ func batch(n int, to, source []byte, run func() error) (Sample, error) {
 	all := make([]time.Duration, max(n, 1))
 	cpu := proc.CPUTime()
 	for i := range all {
-		spoil(to, source)
+		Spoil(to, source)
 		begin := time.Now()
 		err := run()
 		all[i] = time.Since(begin)
@@ -181,9 +153,9 @@ func Timed(run func() error) (Sample, error) {
 	return Sample{Time: time.Since(begin), CPU: proc.CPUTime() - cpu}, nil
 }
 
-// spoil makes a byte of every page of dst one that no op makes of the source's,
-// so that what an earlier run left there does not pass for a transfer.
-func spoil(dst, source []byte) {
+// Spoil makes a byte of every page of dst one that no op makes of the source's,
+// so that what an earlier run left there does not pass for a transfer. It borrows both.
+func Spoil(dst, source []byte) {
 	for i := 0; i < len(dst); i += 4 << 10 {
 		dst[i] = ^source[i] // neither the source's byte, nor its relu's: that is 0 or the same
 		if dst[i] == 0 {
@@ -192,14 +164,14 @@ func spoil(dst, source []byte) {
 	}
 }
 
-// Check returns an error if dst is not what op makes of the source. It is lent
+// Check returns an error if dst is not what op makes of the source. It borrows
 // both, of one length.
 func Check(op Op, dst, source []byte) error {
 	var made []byte
 	for at := 0; at < len(dst); at += ChunkBytes {
 		end := min(at+ChunkBytes, len(dst))
 		want := source[at:end]
-		if op == ReLU || op == FirstResult {
+		if op == ReLU {
 			made = append(made[:0], want...)
 			Rectify(made)
 			want = made
@@ -211,8 +183,19 @@ func Check(op Op, dst, source []byte) error {
 	return nil
 }
 
+// Memory returns memory that was written before, outside the Go heap and in huge pages where
+// there are any, as the engine's own. It lends it until free.
+func Memory(size int) (data []byte, free func(), err error) {
+	s, err := slab.NewPool(0, slab.System).Get(size)
+	if err != nil {
+		return nil, nil, err
+	}
+	FillFloats(s.Bytes())
+	return s.Bytes(), s.Release, nil
+}
+
 // Rectify computes max(x, 0) of each float32 in place, two at a time and without a
-// branch: a lane whose sign is set becomes 0. It is lent data; bytes behind the last
+// branch: a lane whose sign is set becomes 0. It borrows data; bytes behind the last
 // pair stay as they are.
 func Rectify(data []byte) {
 	const signs = 0x8000_0000_8000_0000
@@ -224,7 +207,7 @@ func Rectify(data []byte) {
 }
 
 // FillFloats writes float32 of random sign with magnitudes from 0.5 to 1, the same
-// ones every time, and so touches every page. It is lent data.
+// ones every time, and so touches every page. It borrows data.
 func FillFloats(data []byte) {
 	state := uint64(88172645463325252) // xorshift; any seed but 0
 	for ; len(data) >= 8; data = data[8:] {

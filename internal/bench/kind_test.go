@@ -2,43 +2,15 @@ package bench
 
 import (
 	"bytes"
-	"context"
 	"encoding/binary"
-	"io"
 	"math"
 	"net"
-	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
-// lazy moves nothing and says that it did.
-var lazy = Kind{
-	Name: "lazy",
-	Serve: func(l net.Listener, _ Place) (Server, error) {
-		return Server{Always, l.Close}, nil
-	},
-	Dial: func(context.Context, Place) (Client, error) {
-		return Client{Run: func(context.Context, Op) error { return nil }, Close: func() error { return nil }}, nil
-	},
-}
-
-// A test binary is an end, too.
-func TestMain(m *testing.M) {
-	BeEnd([]Kind{lazy})
-	os.Exit(m.Run())
-}
-
-func TestBytesThatDidNotArriveHaveNoTime(t *testing.T) {
-	testkit.Start(t)
-	t.Setenv("GORACE", "atexit_sleep_ms=0") // or each end would sleep for a second in the end
-	for _, op := range []Op{Upload, Echo, ReLU, Call} {
-		_, err := Smoke().Measure(t.Context(), Group{Net: "tcp", Size: 1 << 20, Ops: []Op{op}, Entrants: Beside(lazy.Name)})
-		require.ErrorContains(t, err, "that arrived is not the", op)
-	}
+func TestATransferThatLeftAPageStaleHasNoTime(t *testing.T) {
 	source, to := make([]byte, 3*ChunkBytes), make([]byte, 3*ChunkBytes)
 	FillFloats(source)
 	for name, run := range map[string]func() error{
@@ -102,16 +74,7 @@ func TestCheckFindsEveryByteThatDiffers(t *testing.T) {
 			require.Error(t, Check(op, made, source), "%s: byte %d differs", op, i)
 			made[i] ^= 1
 		}
-		spoil(made, source)
+		Spoil(made, source)
 		require.Error(t, Check(op, made, source), "%s: all pages are spoiled", op)
 	}
 }
-
-func TestAnEndEndsWithItsInput(t *testing.T) {
-	testkit.Start(t)
-	require.NoError(t, ServeEnd(t.Context(), bytes.NewReader(nil), nopCloser{io.Discard}, nil))
-}
-
-type nopCloser struct{ io.Writer }
-
-func (nopCloser) Close() error { return nil }

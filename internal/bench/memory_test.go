@@ -38,12 +38,9 @@ func TestMemoryMeasureTellsOfAServerThatDoesNotStart(t *testing.T) {
 	testkit.Start(t)
 	self, err := os.Executable()
 	require.NoError(t, err)
-	_, err = PeakMemory(t.Context(), MemoryConfig{
-		Command: func(ctx context.Context, _ ...string) *exec.Cmd {
-			return exec.CommandContext(ctx, self, "-no-such-flag")
-		},
-		Bytes: MemoryBlock, Network: "unix",
-	})
+	_, err = Config{Command: func(ctx context.Context, _ ...string) *exec.Cmd {
+		return exec.CommandContext(ctx, self, "-no-such-flag")
+	}}.PeakMemory(t.Context(), "unix", MemoryBlock)
 	require.ErrorContains(t, err, "where it listens")
 	require.ErrorContains(t, err, "no-such-flag")
 }

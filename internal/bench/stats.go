@@ -1,6 +1,7 @@
 package bench
 
 import (
+	"fmt"
 	"math"
 	"slices"
 )
@@ -15,8 +16,16 @@ type Spread struct {
 	N     int     `json:"n"`
 }
 
-// spread describes at least one value, which it copies.
-func spread(values []float64) Spread {
+// String returns such as "0.95  ±3.1 %", with a tab between.
+func (s Spread) String() string {
+	if s.N == 0 {
+		return "–\t"
+	}
+	return fmt.Sprintf("%.2f\t±%.1f %%", s.Median, 100*s.Error)
+}
+
+// NewSpread describes at least one value, which it copies.
+func NewSpread(values []float64) Spread {
 	s := slices.Clone(values)
 	m := Quantile(s, 0.5) // which sorts
 	k := medianRank(len(s))

@@ -25,7 +25,7 @@ func TestSpreadFindsMedianAndError(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			before := slices.Clone(tc.values)
-			got := spread(tc.values)
+			got := NewSpread(tc.values)
 			if !near(got.Median, tc.want.Median) || !near(got.Error, tc.want.Error) || got.N != tc.want.N {
 				t.Errorf("got %+v, want %+v", got, tc.want)
 			}

@@ -19,7 +19,7 @@ var settled = []string{
 }
 
 // programs have no importers.
-var programs = []string{"cmd/...", "internal/cli/...", "examples/...", "api/...", "internal/bench/...", "internal/stress", "internal/house"}
+var programs = []string{"cmd/...", "internal/cli/...", "examples/...", "api/...", "internal/house"}
 
 func TestEveryFunctionThatTakesOrReturnsBytesSaysWhoOwnsThem(t *testing.T) {
 	for _, f := range source(t) {

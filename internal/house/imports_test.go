@@ -20,7 +20,6 @@ var layers = map[string][]string{
 	"engine/cuda/kernels":  {},
 	"identity":             {"reason"},
 	"examples/fashion":     {},
-	"internal/bench/roads": {},
 	"internal/background":  {},
 	"internal/glob":        {},
 	"internal/fault":       {},
@@ -28,6 +27,7 @@ var layers = map[string][]string{
 	"internal/invariants":  {},
 	"internal/metrics":     {},
 	"internal/proc":        {},
+	"internal/roads":       {},
 	"reason":               {},
 	"tensor":               {},
 
@@ -40,7 +40,7 @@ var layers = map[string][]string{
 	"codec":              {"slab", "tensor"},
 	"engine":             {"slab", "tensor"},
 	"internal/admission": {"slab"},
-	"internal/bench":     {"internal/proc", "slab"},
+	"internal/harness":   {"internal/proc"},
 	"internal/elements":  {"internal/minifloat", "tensor"},
 	"internal/link":      {"slab"},
 	"internal/testkit":   {"slab"},
@@ -76,6 +76,7 @@ var layers = map[string][]string{
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
 	"client/retry":           {},
+	"internal/bench":         {"api/tensorferry/v1", "client", "codec", "internal/proc", "slab", "tensor"},
 	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "reason", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
@@ -101,10 +102,6 @@ var layers = map[string][]string{
 	"internal/cli/demo":     {anything},
 	"internal/cli/verbs":    {anything},
 
-	"internal/stress/known":    {"client", "internal/bench", "tensor"},
-	"internal/stress/minus":    {"engine", "engine/cpu", "server", "tensor"},
-	"internal/stress/restarts": {"client", "client/retry", "engine", "engine/cpu", "internal/bench", "internal/proc", "server", "tensor"},
-
 	"cmd/tensorferry":       {anything},
 	"examples/bottom_model": {anything},
 	"examples/encoder":      {anything},
@@ -113,8 +110,6 @@ var layers = map[string][]string{
 	"examples/loop":         {anything},
 	"examples/relu":         {anything},
 	"examples/row_function": {anything},
-	"internal/bench/kinds":  {anything},
-	"internal/stress":       {anything},
 }
 
 func TestImportsPointDown(t *testing.T) {
@@ -211,17 +206,17 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench/kinds", "internal/stress/...", "internal/cli/...", "client", "server", "compat/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench", "internal/cli/...", "client", "server", "compat/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
 		"google.golang.org/grpc/codes",
-		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/stress/...", "internal/cli/..."},
+		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/cli/..."},
 		"errors meet gRPC's codes in one file; a client's error shows its code to the caller",
 	},
 	{
 		"google.golang.org/grpc/status",
-		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/stress/...", "internal/cli/..."},
+		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/cli/..."},
 		"errors become a gRPC status in one file",
 	},
 	{
@@ -231,20 +226,15 @@ var rules = []struct {
 	},
 	{
 		"github.com/prometheus/client_golang/...",
-		[]string{"internal/metrics", "internal/stress", "server"},
-		"every metric is declared in one package; a server counts, and says where it registers; a load reads them",
-	},
-	{
-		"github.com/prometheus/common/...",
-		[]string{"internal/stress"},
-		"a load reads metrics",
+		[]string{"internal/metrics", "server"},
+		"every metric is declared in one package; a server counts, and says where it registers",
 	},
 	{
 		"github.com/grpc-ecosystem/...",
 		[]string{"server/intercept.go"},
 		"what every RPC goes through is in one file",
 	},
-	{"github.com/spf13/cobra/...", []string{"internal/cli/verbs", "cmd/tensorferry/bench.go"}, "one package makes commands; what they do is called like any other function"},
+	{"github.com/spf13/cobra/...", []string{"internal/cli/verbs"}, "one package makes commands; what they do is called like any other function"},
 	{"github.com/pierrec/lz4/...", []string{"codec"}, "one package knows how payloads are compressed, and bounds what that takes"},
 	{"math/rand", nil, "use math/rand/v2; in tests testkit.Rand"},
 	{"github.com/golang/protobuf/...", nil, "use google.golang.org/protobuf"},

@@ -1,6 +1,6 @@
 //go:build linux
 
-// Command road runs two programs at the two ends of a link of internal/bench/roads: a
+// Command road runs two programs at the two ends of a link of internal/roads: a
 // server of tensorferry, and a client that gets the server's address as its last argument.
 // Where the system has no network namespaces it says why and runs neither.
 package main
@@ -16,8 +16,8 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/tensorferry/tensorferry/internal/bench/roads"
 	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
 const (

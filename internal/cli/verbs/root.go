@@ -66,8 +66,8 @@ func streamsOf(c *cobra.Command) files.Streams {
 	return files.Streams{In: c.InOrStdin(), Out: c.OutOrStdout(), Err: c.ErrOrStderr()}
 }
 
-// Command returns the program with its commands, and more of them.
-func Command(more ...*cobra.Command) *cobra.Command {
+// Command returns the program with its commands.
+func Command() *cobra.Command {
 	root := &cobra.Command{
 		Use:                        "tensorferry",
 		Short:                      "carry tensors between programs and through models",
@@ -81,13 +81,12 @@ func Command(more ...*cobra.Command) *cobra.Command {
 	root.SetVersionTemplate("{{.Version}}\n")
 	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
-		serveCommand(), demoCommand(), // start servers
+		serveCommand(), demoCommand(), benchCommand(), // start servers
 		runCommand(), modelsCommand(), infoCommand(), // use a server
 		pushCommand(), pullCommand(), lsCommand(), rmCommand(), cpCommand(), verifyCommand(), // use its store
 		genCommand(), showCommand(), diffCommand(), certCommand(), // files
 		versionCommand(), linkCommand(),
 	)
-	root.AddCommand(more...)
 	helpCommand(root)
 	completeWords(root)
 	return root

@@ -1,0 +1,217 @@
+package kinds
+
+import (
+	"archive/tar"
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"slices"
+
+	"github.com/tensorferry/tensorferry/bench/measure"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// Tar names tar through a socket, from memory into memory: what many small tensors are
+// compared with. It checks nothing but its headers.
+const Tar = "tar through a socket"
+
+// smalls splits a tensor's memory into measure.Many small ones of whole float32, or into
+// fewer of 1 KiB.
+func smalls(data []byte) (all [][]byte) {
+	many := max(1, min(measure.Many, len(data)>>10))
+	n := len(data) / many &^ 3
+	for i := range many {
+		all = append(all, data[i*n:(i+1)*n:(i+1)*n])
+	}
+	return all
+}
+
+func bytesOf(all [][]byte) int { return len(all) * len(all[0]) }
+
+func smallName(i int) string { return fmt.Sprintf("many-%05d", i) }
+
+// putMany stores small tensors, as a set or in pushes of as many as every version takes.
+func (o *oursClient) putMany(ctx context.Context, set bool) error {
+	var all []client.Input
+	for i, data := range smalls(o.Source) {
+		in := client.From("", bench.Floats(data))
+		in.Name = smallName(i)
+		all = append(all, in)
+	}
+	if set {
+		c, is := any(o.clients[0]).(interface { // older versions have no sets
+			PutAll(context.Context, client.PushRequest) ([]client.Summary, error)
+		})
+		if !is {
+			return errors.New("bench: this version has no sets")
+		}
+		_, err := c.PutAll(ctx, client.PushRequest{Tensors: all})
+		return err
+	}
+	for some := range slices.Chunk(all, pushTensors) {
+		if _, err := o.clients[0].Push(ctx, client.PushRequest{Tensors: some}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fetchMany pulls small tensors to where they belong.
+func (o *oursClient) fetchMany(ctx context.Context) error {
+	to := make(map[string][]byte)
+	for i, data := range smalls(o.To) {
+		to[smallName(i)] = data
+	}
+	_, err := o.clients[0].Pull(ctx, client.PullRequest{
+		Select: []client.Selection{{Name: "many-*"}},
+		To:     func(name string, _ tensor.Desc) (client.Sink, error) { return client.Into(to[name]), nil },
+	})
+	return err
+}
+
+// pushMany times a push of small tensors, and compares what was stored.
+func (o *oursClient) pushMany(set bool) func(context.Context, int) (bench.Sample, error) {
+	return func(ctx context.Context, _ int) (bench.Sample, error) {
+		all, _, err := o.clients[0].List(ctx, "many-*")
+		if err != nil {
+			return bench.Sample{}, err
+		}
+		var names []string
+		for _, info := range all {
+			names = append(names, info.Name)
+		}
+		for some := range slices.Chunk(names, pushTensors) { // those of the round before
+			if _, err := o.clients[0].Delete(ctx, some...); err != nil {
+				return bench.Sample{}, err
+			}
+		}
+		s, err := bench.Timed(func() error { return o.putMany(ctx, set) })
+		if err == nil {
+			_, err = o.pullMany(ctx, 0)
+		}
+		return s, err
+	}
+}
+
+func (o *oursClient) pullMany(ctx context.Context, _ int) (bench.Sample, error) {
+	if infos, _, err := o.clients[0].List(ctx, "many-*"); err != nil || len(infos) < len(smalls(o.Source)) {
+		if err := errors.Join(err, o.putMany(ctx, false)); err != nil {
+			return bench.Sample{}, err
+		}
+	}
+	n := bytesOf(smalls(o.To))
+	return bench.Transfer(bench.Echo, o.To[:n], o.Source[:n], func() error { return o.fetchMany(ctx) })
+}
+
+// tarred is a socket on which each request is answered by an archive, or is one.
+var tarred = bench.Kind{
+	Name: Tar, OwnMemory: true,
+	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
+		bench.FillFloats(p.To)
+		return bench.Accepted(ctx, l, func(conn net.Conn) error { return tarAnswers(newTarLink(conn), p.To) })
+	},
+	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+		conn, err := p.Connect(ctx)
+		if err != nil {
+			return bench.Client{}, err
+		}
+		l := newTarLink(conn)
+		push := func(context.Context, int) (bench.Sample, error) {
+			return bench.Timed(func() error {
+				err := l.request(rawPush)
+				if err == nil {
+					err = l.send(p.Source)
+				}
+				if err == nil {
+					_, err = l.ReadByte() // it is there
+				}
+				return err
+			})
+		}
+		pull := func(context.Context, int) (bench.Sample, error) {
+			n := bytesOf(smalls(p.To))
+			return bench.Transfer(bench.Echo, p.To[:n], p.Source[:n], func() error {
+				err := l.request(rawPull)
+				if err == nil {
+					err = l.receive(p.To)
+				}
+				return err
+			})
+		}
+		return bench.Client{
+			Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){measure.PushMany: push, measure.PushSet: push, measure.PullMany: pull},
+			Close:   conn.Close,
+		}, nil
+	},
+}
+
+type tarLink struct {
+	*bufio.Reader
+	*bufio.Writer
+}
+
+func newTarLink(conn net.Conn) tarLink {
+	return tarLink{bufio.NewReaderSize(conn, bench.SmallPiece), bufio.NewWriterSize(conn, bench.SmallPiece)}
+}
+
+func (l tarLink) request(what byte) error { return errors.Join(l.WriteByte(what), l.Flush()) }
+
+func (l tarLink) send(data []byte) error {
+	w := tar.NewWriter(l.Writer)
+	for i, piece := range smalls(data) {
+		err := w.WriteHeader(&tar.Header{Name: smallName(i), Size: int64(len(piece)), Mode: 0o600})
+		if err == nil {
+			_, err = w.Write(piece)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return errors.Join(w.Close(), l.Flush())
+}
+
+func (l tarLink) receive(to []byte) error {
+	r := tar.NewReader(l.Reader)
+	for i, piece := range smalls(to) {
+		h, err := r.Next()
+		if err == nil && (h.Name != smallName(i) || h.Size != int64(len(piece))) {
+			err = fmt.Errorf("bench: %s of %d bytes came instead of %s", h.Name, h.Size, smallName(i))
+		}
+		if err == nil {
+			_, err = io.ReadFull(r, piece)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	if _, err := r.Next(); !errors.Is(err, io.EOF) {
+		return fmt.Errorf("bench: the archive does not end: %w", err)
+	}
+	return nil
+}
+
+func tarAnswers(l tarLink, mem []byte) error {
+	for {
+		what, err := l.ReadByte()
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		case what == rawPull:
+			err = l.send(mem)
+		default:
+			if err = l.receive(mem); err == nil {
+				err = l.request(what)
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+}

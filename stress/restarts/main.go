@@ -1,0 +1,340 @@
+// Command restarts ends a server at random under clients in Go and Python that repeat what
+// fails, and starts it again. Its models write the number of each call to a journal: no call
+// may be lost that retries cover, and no other may be computed twice. docs/stress.md says more.
+//
+// It is a program and has no importers.
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/binary"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/client/retry"
+	"github.com/tensorferry/tensorferry/engine"
+	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/harness"
+	"github.com/tensorferry/tensorferry/internal/proc"
+	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+const (
+	// runMost is the longest that a run takes; lifeMost that a server lives, or is away.
+	runMost  = 20 * time.Millisecond
+	lifeMost = 400 * time.Millisecond
+	awayMost = 100 * time.Millisecond
+	// drainWait is how long a server that is told to end waits for its calls.
+	drainWait = 5 * time.Second
+	waitMost  = 30 * time.Second
+)
+
+// The models: one whose calls may be repeated, and one whose calls may not.
+const (
+	again = "again"
+	once  = "once"
+)
+
+func main() {
+	n := flag.Int("n", 200, "how `many` times the server is ended, half by SIGKILL, half by SIGTERM")
+	clients := flag.Int("go", 16, "`how many` clients are in Go")
+	threads := flag.Int("python-clients", 8, "`how many` are in Python")
+	python := flag.String("python", "python3", "the `interpreter`")
+	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "the `seed` of the random choices")
+	address := flag.String("serve", "", "be the server at `address`; the program starts itself with this")
+	journal := flag.String("journal", "", "the server's `file`")
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var err error
+	if *address != "" {
+		err = serve(ctx, *address, *journal)
+	} else {
+		err = drill(ctx, *n, *clients, *threads, *python, *seed)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "restarts:", err)
+		os.Exit(1)
+	}
+}
+
+// serve is the server, until a signal drains it.
+func serve(ctx context.Context, address, journal string) error {
+	file, err := os.OpenFile(journal, os.O_APPEND|os.O_WRONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	host := cpu.NewHost(cpu.HostConfig{Workers: 16})
+	defer host.Close()
+	models := engine.NewRegistry()
+	port := func(name string) []engine.Port {
+		return []engine.Port{{Name: name, DTypes: []tensor.DataType{tensor.Uint64}, Shape: []int64{1}}}
+	}
+	for _, name := range []string{again, once} {
+		m, err := cpu.RowFunc{
+			Info: engine.Info{Name: name, Inputs: port("x"), Outputs: port("y"), Idempotent: name == again},
+			Rows: func(_ context.Context, b cpu.RowBlock) error {
+				time.Sleep(rand.N(runMost / 2))
+				_, err := fmt.Fprintf(file, "%s %d\n", name, binary.LittleEndian.Uint64(b.In[0]))
+				time.Sleep(rand.N(runMost / 2))
+				copy(b.Out[0], b.In[0])
+				return err
+			},
+		}.Model(host)
+		if err = errors.Join(err, models.Add(m)); err != nil {
+			return err
+		}
+	}
+	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
+	if err != nil {
+		return err
+	}
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() {
+		end, cancel := context.WithTimeout(context.Background(), drainWait)
+		defer cancel()
+		_ = s.Shutdown(end)
+		s.Close()
+	})()
+	fmt.Println(l.Addr())
+	return s.Serve(l)
+}
+
+// outcome is what a client heard of a call.
+type outcome struct {
+	model  string
+	number uint64
+	err    string // "" is success
+}
+
+// outcomes collects them. Safe for concurrent use.
+type outcomes struct {
+	mu  sync.Mutex
+	all []outcome
+}
+
+func (o *outcomes) add(one outcome) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.all = append(o.all, one)
+}
+
+func drill(ctx context.Context, n, clients, threads int, python string, seed uint64) error {
+	fmt.Println(harness.ThisMachine())
+	fmt.Printf("seed %d\n", seed)
+	dir, err := os.MkdirTemp("", "tensorferry-restarts-")
+	if err != nil {
+		return err
+	}
+	defer func() { _ = os.RemoveAll(dir) }()
+	program, err := harness.Tensorferry(ctx, dir)
+	if err != nil {
+		return err
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	journal, address := filepath.Join(dir, "journal"), "127.0.0.1:0"
+	start := func() (*proc.Child, error) {
+		c := proc.New(exec.CommandContext(ctx, self, "-serve", address, "-journal", journal))
+		var out proc.Log
+		c.Stdout = &out
+		address, err = c.Listen(ctx, &out, func(line string) string { return line })
+		return c, err
+	}
+	s, err := start()
+	if err != nil {
+		return err
+	}
+	var heard outcomes
+	var over atomic.Bool
+	var all sync.WaitGroup
+	var opened atomic.Int64 // when the port was last open, until somebody has succeeded
+	opened.Store(0)
+	var first []time.Duration
+	all.Go(func() { // ends after over
+		_ = calls(address, client.Config{Wait: waitMost}, &over, 1<<50, func(one outcome) {
+			if at := opened.Load(); at > 0 && one.err == "" && opened.CompareAndSwap(at, 0) {
+				first = append(first, time.Since(time.Unix(0, at)))
+			}
+			if one.err == "" { // others retry
+				heard.add(one)
+			}
+		})
+	})
+	failed := make(chan error, clients+1)
+	for i := range clients {
+		all.Go(func() { // likewise
+			failed <- calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard.add)
+		})
+	}
+	guest, err := pythonClients(ctx, python, program, address, threads, heard.add)
+	if err != nil {
+		return err
+	}
+	random := rand.New(rand.NewPCG(seed, 0))
+	for i := range n {
+		time.Sleep(time.Duration(random.Int64N(int64(lifeMost))))
+		if i%2 == 0 {
+			s.Kill()
+		} else {
+			_ = s.Process.Signal(syscall.SIGTERM)
+			if err := s.Stopped(); err != nil {
+				return fmt.Errorf("a server that was to end: %w", err)
+			}
+		}
+		opened.Store(0)
+		time.Sleep(time.Duration(random.Int64N(int64(awayMost))))
+		if s, err = start(); err != nil {
+			return err
+		}
+		opened.Store(time.Now().UnixNano())
+	}
+	over.Store(true)
+	all.Wait()
+	for range clients {
+		err = errors.Join(err, <-failed)
+	}
+	err = errors.Join(err, guest(), s.Stop())
+	if err != nil {
+		return err
+	}
+	slices.Sort(first)
+	fmt.Printf("%d restarts, %d clients in Go, %d in Python\n", n, clients, threads)
+	if len(first) > 0 {
+		fmt.Printf("with Wait, first success after the port is open: median %v, longest %v\n",
+			first[len(first)/2].Round(time.Millisecond), first[len(first)-1].Round(time.Millisecond))
+	}
+	return judge(journal, heard.all)
+}
+
+// calls makes one call after another until over, of both models in turns.
+func calls(address string, cfg client.Config, over *atomic.Bool, number uint64, tell func(outcome)) error {
+	c, err := client.Dial(address, cfg)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	for ; !over.Load(); number++ {
+		one := outcome{model: []string{again, once}[number%2], number: number}
+		x, err := tensor.Of([]uint64{number})
+		if err != nil {
+			return err
+		}
+		y, err := c.Compute(context.Background(), one.model, x)
+		switch {
+		case err != nil:
+			one.err = err.Error()
+		case len(y.Data) != 8 || binary.LittleEndian.Uint64(y.Data) != number:
+			one.err = "a wrong result"
+		}
+		tell(one)
+	}
+	return nil
+}
+
+// pythonClients starts the clients in Python. end waits for them.
+func pythonClients(ctx context.Context, python, program, address string, threads int, tell func(outcome)) (end func() error, err error) {
+	if threads == 0 {
+		return func() error { return nil }, nil
+	}
+	top, err := harness.Top(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c := proc.New(exec.CommandContext(ctx, python, filepath.Join(top, "python", "stress", "restarts.py"), address, strconv.Itoa(threads)))
+	c.Env = append(c.Env, "TENSORFERRY_BIN="+program, "PYTHONPATH="+filepath.Join(top, "python", "src"))
+	out, err := c.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	done := make(chan error, 1)
+	go func() { done <- read(out, tell) }() // ends with the process
+	return func() error {
+		_ = c.In.Close()
+		return errors.Join(<-done, c.Wait())
+	}, nil
+}
+
+// read reads outcomes: model, number and error, with spaces between.
+func read(r io.Reader, tell func(outcome)) error {
+	lines := bufio.NewScanner(r)
+	for lines.Scan() {
+		words := strings.SplitN(lines.Text(), " ", 3)
+		if len(words) < 2 {
+			return fmt.Errorf("a line that is not an outcome: %q", lines.Text())
+		}
+		number, err := strconv.ParseUint(words[1], 10, 64)
+		if err != nil {
+			return err
+		}
+		tell(outcome{words[0], number, strings.Join(words[2:], "")})
+	}
+	return lines.Err()
+}
+
+// judge compares what clients heard with what models did.
+func judge(journal string, heard []outcome) error {
+	file, err := os.Open(journal)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	ran := make(map[string]int)
+	if err := read(file, func(o outcome) { ran[fmt.Sprint(o.model, o.number)]++ }); err != nil {
+		return err
+	}
+	var problems []string
+	count, failures, repeated, lost := make(map[string]int), 0, 0, 0
+	for _, o := range heard {
+		count[o.model]++
+		n := ran[fmt.Sprint(o.model, o.number)]
+		if n > 1 {
+			repeated++
+		}
+		if o.err != "" {
+			failures++
+		}
+		if n == 0 && o.err != "" {
+			lost++
+		}
+		switch {
+		case o.model == once && n > 1:
+			problems = append(problems, fmt.Sprintf("once %d ran %d times (%s)", o.number, n, o.err))
+		case o.err == "" && n == 0:
+			problems = append(problems, fmt.Sprintf("%s %d succeeded and did not run", o.model, o.number))
+		case o.err != "" && (o.model == again || !strings.Contains(o.err, "may have run")):
+			problems = append(problems, fmt.Sprintf("%s %d is lost: %s", o.model, o.number, o.err))
+		}
+	}
+	fmt.Printf("again  %d calls, all with their result, %d of them computed more than once\n", count[again], repeated)
+	fmt.Printf("once   %d calls, none computed twice; %d ended with an error that says that it may have run, %d of those had not\n", count[once], failures, lost)
+	if len(problems) > 0 {
+		return fmt.Errorf("%d problems, such as:\n%s", len(problems), strings.Join(problems[:min(len(problems), 10)], "\n"))
+	}
+	fmt.Println("restarts: PASS")
+	return nil
+}
