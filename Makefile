@@ -85,7 +85,7 @@ stress-crash: ## Kill servers during pushes and sets, and clients during sets an
 	cd stress && $(GO) run $(STAMP) . crash
 
 stress-restarts: ## End and start a server 200 times under 16 clients in Go and 8 in Python with retries
-	cd stress && $(GO) run $(STAMP) ./restarts
+	cd stress && $(GO) run $(STAMP) . restarts
 
 stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, of 1 to 16 in a session, plain and in TLS, or drain, half-close and revoke their sessions, under load; then 300 with the race detector
 	$(GO) test -tags invariants -timeout 30m ./client -count=1 -v -run TestFaultsOfLanes -lane.faults 2000
@@ -215,7 +215,7 @@ stress-smoke: ## Test the stress programs, and run each briefly
 	cd stress && $(GO) run . receive -for 3s
 	cd stress && $(GO) run . crash -n 5
 	cd stress && $(GO) run . soak -for 5s
-	cd stress && $(GO) run ./restarts -n 10
+	cd stress && $(GO) run . restarts -n 10
 
 fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@$(GO) test -list '^Fuzz' $(PKG) >/dev/null # a package that does not build shall fail here

@@ -78,17 +78,13 @@ type flightServer struct {
 // DoPut receives a tensor and acknowledges the whole.
 func (s *flightServer) DoPut(stream flight.FlightService_DoPutServer) error {
 	l := newFlightLink(nil, stream, len(s.remote), s.sums)
-	l.tell = func() error { return stream.Send(&flight.PutResult{}) }
-	return s.answer(l, bench.Upload)
+	l.acknowledge = func() error { return stream.Send(&flight.PutResult{}) }
+	return bench.Answer(l, bench.Upload, s.remote, s.batch)
 }
 
 // DoExchange receives a tensor and sends every batch back from its place there.
 func (s *flightServer) DoExchange(stream flight.FlightService_DoExchangeServer) error {
-	return s.answer(newFlightLink(stream, stream, len(s.remote), s.sums), bench.Echo)
-}
-
-func (s *flightServer) answer(l *flightLink, op bench.Op) error {
-	return bench.Answer(l, op, s.remote, s.batch)
+	return bench.Answer(newFlightLink(stream, stream, len(s.remote), s.sums), bench.Echo, s.remote, s.batch)
 }
 
 type flightClient struct {
@@ -111,7 +107,7 @@ func (c *flightClient) run(ctx context.Context, op bench.Op, first *time.Time) e
 		}
 		l = newFlightLink(stream, nil, len(c.source), c.sums)
 		l.sent = stream.CloseSend
-		l.hear = func() error {
+		l.acknowledged = func() error {
 			if _, err := stream.Recv(); err != nil {
 				return err
 			}
@@ -148,24 +144,20 @@ type flightLink struct {
 	reader      *flight.Reader // of from, once there is something to read
 	unsent, due int            // bytes
 
-	tell, hear func() error // of the end of an upload
-	sent       func() error // closes the sending side
-	close      func()
+	acknowledge  func() error // sends that an upload is whole, and
+	acknowledged func() error // receives that
+	sent         func() error // closes the sending side
+	close        func()
 }
 
 func newFlightLink(to flight.DataStreamWriter, from flight.DataStreamReader, size int, sums bool) *flightLink {
 	nothing := func() error { return nil }
-	l := &flightLink{sums: sums, from: from, unsent: size, due: size, tell: nothing, hear: nothing, sent: nothing, close: func() {}}
+	l := &flightLink{sums: sums, from: from, unsent: size, due: size, sent: nothing, close: func() {}}
 	if to != nil {
 		l.writer = flight.NewRecordWriter(to, ipc.WithSchema(flightSchema))
 	}
 	return l
 }
-
-// Tell of a client is that there is a call.
-func (l *flightLink) Tell(bench.Op, bool) error { return l.tell() }
-
-func (l *flightLink) Hear() (bench.Op, error) { return bench.Upload, l.hear() }
 
 func (l *flightLink) Close() error {
 	l.close()
@@ -174,6 +166,9 @@ func (l *flightLink) Close() error {
 
 // Send sends a chunk as a batch, and the end after the last.
 func (l *flightLink) Send(chunk []byte) error {
+	if l.acknowledge != nil {
+		return l.acknowledge()
+	}
 	n := len(chunk) / arrow.Float32SizeBytes
 	data := array.NewData(arrow.PrimitiveTypes.Float32, n, []*memory.Buffer{nil, memory.NewBufferBytes(chunk)}, nil, 0, 0)
 	defer data.Release()
@@ -194,6 +189,12 @@ func (l *flightLink) Send(chunk []byte) error {
 
 // Receive copies the next batch to its place, and expects the end after the last.
 func (l *flightLink) Receive(chunk []byte) (err error) {
+	if l.acknowledged != nil {
+		return l.acknowledged()
+	}
+	if l.due == 0 {
+		return io.EOF
+	}
 	if l.reader == nil {
 		if l.reader, err = flight.NewRecordReader(l.from); err != nil {
 			return err

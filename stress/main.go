@@ -31,6 +31,7 @@ var programs = []struct {
 	{"sessions", "a thousand sessions with a call each in flight, ten thousand idle ones", runSessions},
 	{"crash", "servers killed while tensors and sets are pushed, clients killed while they push a set or pull", runCrash},
 	{"receive", "peers that make a server hold what they send, or leave unread what it sends", runReceive},
+	{"restarts", "a server that is ended and started again, under clients that repeat what fails", runRestarts},
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
 }
 
@@ -48,6 +49,9 @@ type environment struct {
 	seed               uint64
 	folder             string
 	only, victim, tls  string
+	inGo, inPython     int
+	python             string
+	served, journal    string
 }
 
 // flags declares the flags; each says whose it is.
@@ -56,12 +60,17 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.IntVar(&e.calls, "calls", 1000, "sessions: `how many` have a call of 1 MiB each in flight at the same time")
 	f.IntVar(&e.idle, "idle", 10000, "sessions: `how many` are idle")
 	f.DurationVar(&e.rest, "rest", 20*time.Second, "sessions: how `long` they stay idle")
-	f.IntVar(&e.kills, "n", 200, "crash: how many `times` a server or a client is killed, in each of its parts")
+	f.IntVar(&e.kills, "n", 200, "crash, restarts: how many `times` a server or a client is ended, in each of its parts")
 	f.StringVar(&e.folder, "folder", "", "crash: `where` the store is, for a file system of your choice (default a temporary folder)")
-	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, soak: the `seed` of the random choices")
+	f.Uint64Var(&e.seed, "seed", uint64(time.Now().UnixNano()), "crash, restarts, soak: the `seed` of the random choices")
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
 	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
 	f.StringVar(&e.tls, "tls", "folder", "soak: the `stores` whose servers are reached over TLS with a token, of folder and memory, with a comma between")
+	f.IntVar(&e.inGo, "go", 16, "restarts: `how many` clients are in Go")
+	f.IntVar(&e.inPython, "python-clients", 8, "restarts: `how many` are in Python")
+	f.StringVar(&e.python, "python", "python3", "restarts: the `interpreter`")
+	f.StringVar(&e.served, "serve", "", "restarts: be the server at `address`; the program starts itself with this")
+	f.StringVar(&e.journal, "journal", "", "restarts: the server's `file`")
 	f.StringVar(&e.victim, "attack", "", "receive: attack the server at `address`; the program starts itself with this")
 }
 
@@ -94,6 +103,9 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 		}
 		if e.victim != "" {
 			return runAttack(ctx, e)
+		}
+		if e.served != "" {
+			return serveCounted(ctx, e.served, e.journal)
 		}
 		return e.judge(ctx, p.name, p.run)
 	}

@@ -113,7 +113,7 @@ var tarred = bench.Kind{
 	Name: Tar, OwnMemory: true,
 	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
 		bench.FillFloats(p.To)
-		return bench.Accepted(ctx, l, func(conn net.Conn) error { return tarAnswers(newTarLink(conn), p.To) })
+		return bench.Accept(ctx, l, func(conn net.Conn) error { return tarAnswers(newTarLink(conn), p.To) })
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		conn, err := p.Connect(ctx)

@@ -33,7 +33,7 @@ var rawStored = bench.Kind{
 	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
 		s := &storedEnd{Place: p, path: filepath.Join(p.Dir, "raw.safetensors")}
 		bench.FillFloats(p.To) // every page is written before
-		return bench.Accepted(ctx, l, func(conn net.Conn) error {
+		return bench.Accept(ctx, l, func(conn net.Conn) error {
 			s.link = bench.NewRawLink(conn, codec.CRC32C)
 			return errors.Join(s.serve(), os.RemoveAll(s.path))
 		})

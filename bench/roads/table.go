@@ -7,7 +7,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -44,26 +43,23 @@ func size(n int) string { return fmt.Sprintf("%.3g MB", float64(n)/1e6) }
 // fails is left out, and what went wrong is printed.
 func (t *table) measure(ctx context.Context, work, by string, turns []turn) error {
 	got := make([][]result, len(turns))
-	order := make([]int, len(turns))
-	for i := range order {
-		order[i] = i
-	}
 	failed := make([]error, len(turns))
-	for range t.rounds {
-		for _, i := range order {
-			if failed[i] != nil {
-				continue
-			}
-			progress("%s: %s, %s", t.line, work, turns[i].who)
-			r, err := turns[i].do(ctx)
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			if failed[i] = err; err == nil {
-				got[i] = append(got[i], r)
-			}
+	err := bench.Turns(len(turns), func(i, _ int) error {
+		if failed[i] != nil {
+			return nil
 		}
-		slices.Reverse(order)
+		progress("%s: %s, %s", t.line, work, turns[i].who)
+		r, err := turns[i].do(ctx)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if failed[i] = err; err == nil {
+			got[i] = append(got[i], r)
+		}
+		return nil
+	}, func(round int) bool { return round < t.rounds-1 })
+	if err != nil {
+		return err
 	}
 	out := tabwriter.NewWriter(os.Stdout, 0, 4, 2, ' ', 0)
 	line := func(cells ...string) { fmt.Fprintln(out, strings.TrimRight(strings.Join(cells, "\t"), "\t")) }

@@ -2,11 +2,9 @@ package bench
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io"
 	"net"
-	"sync"
+	"path"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -36,12 +34,11 @@ func Stock(name string, size int) Kind {
 	return Kind{
 		Name: name,
 		Serve: func(ctx context.Context, l net.Listener, p Place) error {
-			desc := stockStream
-			desc.Handler = func(_ any, s grpc.ServerStream) error {
-				return answers(&chunkLink{messages: s, end: func() error { return nil }}, p.To, size)
-			}
-			server := grpc.NewServer(grpc.WaitForHandlers(true)) // they write to memory that is lent
-			server.RegisterService(&grpc.ServiceDesc{ServiceName: "bench", HandlerType: (*any)(nil), Streams: []grpc.StreamDesc{desc}}, 0)
+			server := grpc.NewServer(grpc.WaitForHandlers(true), // they write to memory that is lent
+				grpc.UnknownServiceHandler(func(_ any, s grpc.ServerStream) error {
+					method, _ := grpc.MethodFromServerStream(s)
+					return Answer(&chunkLink{messages: s}, Op(path.Base(method)), p.To, size)
+				}))
 			defer context.AfterFunc(ctx, server.Stop)()
 			return server.Serve(l)
 		},
@@ -50,11 +47,12 @@ func Stock(name string, size int) Kind {
 			if err != nil {
 				return Client{}, err
 			}
-			s, err := conn.NewStream(context.Background(), &stockStream, "/bench/Chunks") // until the connection is closed
-			if err != nil {
-				return Client{}, errors.Join(err, conn.Close())
-			}
-			return asks(&chunkLink{messages: s, end: sync.OnceValue(conn.Close)}, p, size), nil
+			desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
+			return asks(p, size, func(_ context.Context, op Op) (Link, error) {
+				ctx, cancel := context.WithCancel(context.Background()) // until it is closed
+				s, err := conn.NewStream(ctx, desc, "/bench/"+string(op))
+				return &chunkLink{messages: s, cancel: cancel}, err
+			}, conn.Close), nil
 		},
 	}
 }
@@ -62,17 +60,12 @@ func Stock(name string, size int) Kind {
 // StockGRPC names Stock with chunks as tensorferry has them.
 const StockGRPC = "gRPC, stock codec"
 
-var stockStream = grpc.StreamDesc{StreamName: "Chunks", ServerStreams: true, ClientStreams: true}
-
-// chunkLink sends chunks in one reused message. The client's first chunk says what it
-// wants in place of the tensor's ID.
+// chunkLink sends chunks in one reused message.
 type chunkLink struct {
 	messages
-	op    Op // that the next message says
-	out   tensorferryv1.Chunk
-	first *tensorferryv1.Chunk // that was heard, and is received next
-	sent  uint32
-	end   func() error
+	out    tensorferryv1.Chunk
+	sent   uint32
+	cancel func() // at the client
 }
 
 // messages is either end of a gRPC stream.
@@ -81,28 +74,8 @@ type messages interface {
 	RecvMsg(m any) error
 }
 
-func (l *chunkLink) Tell(op Op, first bool) error {
-	if l.op = op; first { // it goes with the first chunk
-		return nil
-	}
-	return l.Send(nil)
-}
-
-func (l *chunkLink) Hear() (Op, error) {
-	c := new(tensorferryv1.Chunk)
-	if err := l.RecvMsg(c); err != nil {
-		return "", err
-	}
-	if len(c.Data) > 0 {
-		l.first = c
-	}
-	return Op(c.TensorId), nil
-}
-
 func (l *chunkLink) Send(chunk []byte) error {
 	c := &l.out
-	c.TensorId = append(c.TensorId[:0], l.op...)
-	l.op = ""
 	c.Index, c.Data = l.sent, chunk
 	l.sent++
 	c.Checksum = codec.CRC32C.Update(codec.CRC32C.Seed(tensor.ID{}, c.Index), chunk)
@@ -110,14 +83,9 @@ func (l *chunkLink) Send(chunk []byte) error {
 }
 
 func (l *chunkLink) Receive(chunk []byte) error {
-	c := l.first
-	if l.first = nil; c == nil {
-		c = new(tensorferryv1.Chunk)
-		if err := l.RecvMsg(c); errors.Is(err, io.EOF) {
-			return io.ErrUnexpectedEOF
-		} else if err != nil {
-			return err
-		}
+	c := new(tensorferryv1.Chunk)
+	if err := l.RecvMsg(c); err != nil {
+		return err
 	}
 	if len(c.Data) != len(chunk) {
 		return fmt.Errorf("bench: a chunk of %d bytes came, want %d", len(c.Data), len(chunk))
@@ -126,4 +94,7 @@ func (l *chunkLink) Receive(chunk []byte) error {
 	return CheckSum(codec.CRC32C, chunk, codec.CRC32C.Seed(tensor.ID{}, c.Index), c.Checksum)
 }
 
-func (l *chunkLink) Close() error { return l.end() }
+func (l *chunkLink) Close() error {
+	l.cancel()
+	return nil
+}

@@ -35,7 +35,7 @@ const (
 	Call Op = "call"
 )
 
-// Moves are the operations that Client.Run does. No two names begin alike.
+// Moves are the operations that Client.Run does.
 var Moves = []Op{Upload, Echo, ReLU}
 
 // Back reports whether the result goes back to the client.
@@ -59,6 +59,7 @@ type Place struct {
 	Network, Address string // of the socket, "tcp" or "unix"
 	Dir              string // for files; both ends have the same
 	Source, To       []byte
+	From             int // where the source of a client belongs in the server's memory
 	// Wrap, if set, encrypts what a client has dialed.
 	Wrap func(context.Context, net.Conn) (net.Conn, error)
 }
@@ -82,7 +83,7 @@ type Kind struct {
 	// OwnMemory says that the server receives into memory of its own: of To it takes
 	// the length only.
 	OwnMemory bool
-	// Serve serves one client, which dials l, until ctx ends or it has left, and closes l.
+	// Serve serves one client, which dials l, until ctx ends, and closes l.
 	// Once the client knows of the end of a transfer, nobody touches To until the next.
 	Serve func(ctx context.Context, l net.Listener, p Place) error
 	// Dial connects to a server.

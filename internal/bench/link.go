@@ -7,33 +7,30 @@ import (
 	"io"
 	"net"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/codec"
 )
 
-// Link is an end of a connection that carries pieces in order. One goroutine sends,
-// one receives, and any closes.
+// Link is an end of a connection that carries pieces in order, for one operation. One
+// goroutine sends, one receives, and any closes.
 type Link interface {
-	// Tell says what the client wants, and may wait for the first piece with that; by
-	// the server, that an upload is whole.
-	Tell(op Op, first bool) error
-	// Hear waits for what the other end tells: io.EOF when it has left.
-	Hear() (Op, error)
 	// Send borrows the next piece.
 	Send(piece []byte) error
-	// Receive fills and checks the next piece, which it borrows.
+	// Receive fills and checks the next piece, which it borrows. It returns io.EOF when
+	// the other end has left.
 	Receive(piece []byte) error
 	Close() error
 }
+
+// ackBytes acknowledge an upload, in a piece.
+const ackBytes = 8
 
 // Ask does op over l at the client, in pieces of size bytes, as Client.Run does. It
 // borrows both.
 func Ask(ctx context.Context, l Link, op Op, source, back []byte, size int, first *time.Time) error {
 	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-	if err := l.Tell(op, true); err != nil {
-		return err
-	}
 	if op == Echo && len(source) <= size { // nothing to overlap, and no goroutine to wake
 		err := l.Send(source)
 		if err == nil {
@@ -59,7 +56,7 @@ func Ask(ctx context.Context, l Link, op Op, source, back []byte, size int, firs
 			}
 		})
 	} else {
-		_, err = l.Hear()
+		err = l.Receive(make([]byte, ackBytes))
 	}
 	if err != nil {
 		_ = l.Close() // or the sender would wait
@@ -67,13 +64,27 @@ func Ask(ctx context.Context, l Link, op Op, source, back []byte, size int, firs
 	return errors.Join(err, <-sent)
 }
 
-// Answer does op over l at the server, in pieces of size bytes. It borrows remote.
+// Answer does op over l at the server, in pieces of size bytes, until the client leaves. It
+// borrows remote.
 func Answer(l Link, op Op, remote []byte, size int) error {
+	if !slices.Contains(Moves, op) {
+		return fmt.Errorf("bench: no operation is named %q", op)
+	}
+	for {
+		if err := answer(l, op, remote, size); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+}
+
+func answer(l Link, op Op, remote []byte, size int) error {
 	if !op.Back() {
 		if err := receive(l, remote, size, func([]byte) {}); err != nil {
 			return err
 		}
-		return l.Tell(op, false)
+		return l.Send(remote[:ackBytes])
 	}
 	if op == Echo && len(remote) <= size {
 		err := l.Receive(remote)
@@ -112,49 +123,59 @@ func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 	return nil
 }
 
-// answers does what it hears until the client leaves.
-func answers(l Link, remote []byte, size int) error {
+// asks is a client that opens a link for each operation.
+func asks(p Place, size int, open func(context.Context, Op) (Link, error), end func() error) Client {
+	links := make(map[Op]Link)
+	return Client{
+		Run: func(ctx context.Context, op Op, first *time.Time) (err error) {
+			if links[op] == nil {
+				l, err := open(ctx, op)
+				if err != nil {
+					return err
+				}
+				links[op] = l
+			}
+			return Ask(ctx, links[op], op, p.Source, p.To, size, first)
+		},
+		Close: func() (err error) {
+			for _, l := range links {
+				err = errors.Join(err, l.Close())
+			}
+			return errors.Join(err, end())
+		},
+	}
+}
+
+// Accept serves connections to l, each on a goroutine, until ctx ends, and closes l. After
+// that it returns the first error of before.
+func Accept(ctx context.Context, l net.Listener, serve func(net.Conn) error) error {
+	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
+	failed := make(chan error, 1)
+	var all sync.WaitGroup
 	for {
-		op, err := l.Hear()
-		if errors.Is(err, io.EOF) {
-			return nil
-		}
-		if err == nil && !slices.Contains(Moves, op) {
-			err = fmt.Errorf("bench: no operation is named %q", op)
-		}
-		if err == nil {
-			err = Answer(l, op, remote, size)
-		}
+		conn, err := l.Accept()
 		if err != nil {
+			all.Wait()
+			select {
+			case err = <-failed:
+			default:
+				if ctx.Err() != nil {
+					err = nil
+				}
+			}
 			return err
 		}
+		all.Go(func() {
+			defer conn.Close() // or the client would wait
+			defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+			if err := serve(conn); err != nil && ctx.Err() == nil {
+				select {
+				case failed <- err:
+				default:
+				}
+			}
+		})
 	}
-}
-
-// asks is a client that asks over l.
-func asks(l Link, p Place, size int) Client {
-	return Client{
-		Run: func(ctx context.Context, op Op, first *time.Time) error {
-			return Ask(ctx, l, op, p.Source, p.To, size, first)
-		},
-		Close: l.Close,
-	}
-}
-
-// Accepted serves the one client that dials l until it leaves or ctx ends.
-func Accepted(ctx context.Context, l net.Listener, serve func(net.Conn) error) error {
-	defer l.Close()
-	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-	conn, err := l.Accept()
-	if err == nil {
-		defer conn.Close() // or the client would wait
-		defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
-		err = serve(conn)
-	}
-	if ctx.Err() != nil && errors.Is(err, net.ErrClosed) {
-		return nil
-	}
-	return err
 }
 
 // CheckSum returns an error if a piece, which it borrows, does not have the checksum

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"encoding/binary"
 	"errors"
@@ -19,16 +20,49 @@ func Raw(sum codec.Checksum, size int) Kind {
 	return Kind{
 		Name: RawName(sum, size),
 		Serve: func(ctx context.Context, l net.Listener, p Place) error {
-			return Accepted(ctx, l, func(conn net.Conn) error { return answers(NewRawLink(conn, sum), p.To, size) })
+			return Accept(ctx, l, func(conn net.Conn) error {
+				op, remote, err := heard(conn, p.To)
+				if err != nil {
+					return err
+				}
+				return Answer(NewRawLink(conn, sum), op, remote, size)
+			})
 		},
-		Dial: func(ctx context.Context, p Place) (Client, error) {
-			conn, err := p.Connect(ctx)
-			if err != nil {
-				return Client{}, err
-			}
-			return asks(NewRawLink(conn, sum), p, size), nil
+		Dial: func(_ context.Context, p Place) (Client, error) {
+			return asks(p, size, func(ctx context.Context, op Op) (Link, error) {
+				conn, err := p.Connect(ctx)
+				if err != nil {
+					return nil, err
+				}
+				return NewRawLink(conn, sum), tell(conn, op, p)
+			}, func() error { return nil }), nil
 		},
 	}
+}
+
+// opening is what a client says first: what the connection is for, and which part of the
+// server's memory it has.
+type opening struct {
+	Op          [8]byte // filled up with zeros
+	From, Bytes int64
+}
+
+func tell(w io.Writer, op Op, p Place) error {
+	o := opening{From: int64(p.From), Bytes: int64(len(p.Source))}
+	copy(o.Op[:], op)
+	return binary.Write(w, binary.LittleEndian, o)
+}
+
+// heard returns what tell said, and that part of mem, which it shares.
+func heard(r io.Reader, mem []byte) (Op, []byte, error) {
+	var o opening
+	if err := binary.Read(r, binary.LittleEndian, &o); err != nil {
+		return "", nil, err
+	}
+	if size := int64(len(mem)); o.From < 0 || o.Bytes < ackBytes || o.Bytes > size || o.From > size-o.Bytes {
+		return "", nil, fmt.Errorf("bench: part [%d,+%d) of %d bytes", o.From, o.Bytes, size)
+	}
+	return Op(bytes.TrimRight(o.Op[:], "\x00")), mem[o.From : o.From+o.Bytes], nil
 }
 
 // RawName names a kind of raw socket.
@@ -41,8 +75,8 @@ func SumText(sum codec.Checksum) string {
 	return map[codec.Checksum]string{0: "unchecked", codec.CRC32C: "CRC-32C", codec.CRC32: "CRC-32"}[sum]
 }
 
-// RawLink tells an op by its first byte, and sends a checksum and its piece in one
-// system call, or where that is encrypted in one record and those that follow.
+// RawLink sends a checksum and its piece in one system call, or where that is encrypted in
+// one record and those that follow.
 type RawLink struct {
 	net.Conn
 	sum   codec.Checksum // 0 is none
@@ -60,26 +94,6 @@ func NewRawLink(conn net.Conn, sum codec.Checksum) *RawLink {
 		l.join = bufio.NewWriterSize(conn, recordBytes)
 	}
 	return l
-}
-
-// Tell is Link's.
-func (l *RawLink) Tell(op Op, _ bool) error {
-	_, err := l.Write([]byte{op[0]})
-	return err
-}
-
-// Hear is Link's.
-func (l *RawLink) Hear() (Op, error) {
-	var first [1]byte
-	if _, err := io.ReadFull(l, first[:]); err != nil {
-		return "", err
-	}
-	for _, op := range Moves {
-		if op[0] == first[0] {
-			return op, nil
-		}
-	}
-	return "", fmt.Errorf("bench: no operation begins with byte %#02x", first)
 }
 
 // Send borrows piece.

@@ -1,8 +1,8 @@
 package bench
 
 import (
+	"bytes"
 	"encoding/binary"
-	"errors"
 	"net"
 	"testing"
 
@@ -25,16 +25,19 @@ func TestRawRefusesAPieceWhoseChecksumFails(t *testing.T) {
 	}
 }
 
-func TestNoTwoMovesBeginAlike(t *testing.T) {
-	for _, op := range Moves {
-		a, b := net.Pipe()
-		go func() { _ = NewRawLink(a, 0).Tell(op, true) }() // ends when it is heard
-		got, err := NewRawLink(b, 0).Hear()
-		require.NoError(t, err)
-		require.Equal(t, op, got)
-		go func() { _, _ = a.Write([]byte{0}) }()
-		_, err = NewRawLink(b, 0).Hear()
-		require.Error(t, err)
-		require.NoError(t, errors.Join(a.Close(), b.Close()))
+func TestAPartOutsideTheMemoryIsRefused(t *testing.T) {
+	mem := make([]byte, 64)
+	for _, tc := range []struct {
+		from, n int64
+		good    bool
+	}{{0, 64, true}, {56, 8, true}, {57, 8, false}, {0, 65, false}, {-8, 8, false}, {0, 7, false}, {1<<63 - 1, 8, false}} {
+		var b bytes.Buffer
+		require.NoError(t, binary.Write(&b, binary.LittleEndian, opening{[8]byte{'r', 'e', 'l', 'u'}, tc.from, tc.n}))
+		op, part, err := heard(&b, mem)
+		require.Equal(t, tc.good, err == nil, "%+v", tc)
+		if tc.good {
+			require.Equal(t, ReLU, op)
+			require.Len(t, part, int(tc.n))
+		}
 	}
 }

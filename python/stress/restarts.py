@@ -1,7 +1,7 @@
 """Clients of a server that is restarted: restarts.py ADDRESS THREADS.
 
 Each calls the models again and once in turns until stdin ends, and prints of each call the
-model, its number and its error. stress/restarts starts it.
+model, its number and its error. stress/restarts.go starts it.
 """
 
 import sys

@@ -1,8 +1,3 @@
-// Command restarts ends a server at random under clients in Go and Python that repeat what
-// fails, and starts it again. Its models write the number of each call to a journal: no call
-// may be lost that retries cover, and no other may be computed twice. docs/stress.md says more.
-//
-// It is a program and has no importers.
 package main
 
 import (
@@ -10,14 +5,12 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -31,6 +24,7 @@ import (
 	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/harness"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/server"
@@ -38,9 +32,10 @@ import (
 )
 
 const (
-	// runMost is the longest that a run takes; lifeMost that a server lives, or is away.
+	// runMost is the longest that a run takes; upMost that a server lives, and awayMost that
+	// it is away.
 	runMost  = 20 * time.Millisecond
-	lifeMost = 400 * time.Millisecond
+	upMost   = 400 * time.Millisecond
 	awayMost = 100 * time.Millisecond
 	// drainWait is how long a server that is told to end waits for its calls.
 	drainWait = 5 * time.Second
@@ -53,31 +48,9 @@ const (
 	once  = "once"
 )
 
-func main() {
-	n := flag.Int("n", 200, "how `many` times the server is ended, half by SIGKILL, half by SIGTERM")
-	clients := flag.Int("go", 16, "`how many` clients are in Go")
-	threads := flag.Int("python-clients", 8, "`how many` are in Python")
-	python := flag.String("python", "python3", "the `interpreter`")
-	seed := flag.Uint64("seed", uint64(time.Now().UnixNano()), "the `seed` of the random choices")
-	address := flag.String("serve", "", "be the server at `address`; the program starts itself with this")
-	journal := flag.String("journal", "", "the server's `file`")
-	flag.Parse()
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	var err error
-	if *address != "" {
-		err = serve(ctx, *address, *journal)
-	} else {
-		err = drill(ctx, *n, *clients, *threads, *python, *seed)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "restarts:", err)
-		os.Exit(1)
-	}
-}
-
-// serve is the server, until a signal drains it.
-func serve(ctx context.Context, address, journal string) error {
+// serveCounted is a server whose models write the number of each call to a journal, until a
+// signal drains it.
+func serveCounted(ctx context.Context, address, journal string) error {
 	file, err := os.OpenFile(journal, os.O_APPEND|os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -141,25 +114,18 @@ func (o *outcomes) add(one outcome) {
 	o.all = append(o.all, one)
 }
 
-func drill(ctx context.Context, n, clients, threads int, python string, seed uint64) error {
-	fmt.Println(harness.ThisMachine())
-	fmt.Printf("seed %d\n", seed)
-	dir, err := os.MkdirTemp("", "tensorferry-restarts-")
-	if err != nil {
-		return err
-	}
-	defer func() { _ = os.RemoveAll(dir) }()
-	program, err := harness.Tensorferry(ctx, dir)
-	if err != nil {
-		return err
-	}
+// runRestarts ends a server at random under clients in Go and Python that repeat what fails,
+// and starts it again: no call may be lost that retries cover, and no other may be
+// computed twice.
+func runRestarts(ctx context.Context, e *environment) error {
+	fmt.Fprintf(e.out, "seed %d\n", e.seed)
 	self, err := os.Executable()
 	if err != nil {
 		return err
 	}
-	journal, address := filepath.Join(dir, "journal"), "127.0.0.1:0"
+	journal, address := filepath.Join(e.dir, "journal"), "127.0.0.1:0"
 	start := func() (*proc.Child, error) {
-		c := proc.New(exec.CommandContext(ctx, self, "-serve", address, "-journal", journal))
+		c := proc.New(exec.CommandContext(ctx, self, "restarts", "-serve", address, "-journal", journal))
 		var out proc.Log
 		c.Stdout = &out
 		address, err = c.Listen(ctx, &out, func(line string) string { return line })
@@ -173,7 +139,6 @@ func drill(ctx context.Context, n, clients, threads int, python string, seed uin
 	var over atomic.Bool
 	var all sync.WaitGroup
 	var opened atomic.Int64 // when the port was last open, until somebody has succeeded
-	opened.Store(0)
 	var first []time.Duration
 	all.Go(func() { // ends after over
 		_ = calls(address, client.Config{Wait: waitMost}, &over, 1<<50, func(one outcome) {
@@ -185,19 +150,20 @@ func drill(ctx context.Context, n, clients, threads int, python string, seed uin
 			}
 		})
 	})
-	failed := make(chan error, clients+1)
-	for i := range clients {
+	for i := range e.inGo {
 		all.Go(func() { // likewise
-			failed <- calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard.add)
+			if err := calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard.add); err != nil {
+				e.add("%v", err)
+			}
 		})
 	}
-	guest, err := pythonClients(ctx, python, program, address, threads, heard.add)
+	guest, err := e.pythonClients(ctx, address, heard.add)
 	if err != nil {
 		return err
 	}
-	random := rand.New(rand.NewPCG(seed, 0))
-	for i := range n {
-		time.Sleep(time.Duration(random.Int64N(int64(lifeMost))))
+	random := rand.New(rand.NewPCG(e.seed, 0))
+	for i := range e.kills {
+		time.Sleep(time.Duration(random.Int64N(int64(upMost))))
 		if i%2 == 0 {
 			s.Kill()
 		} else {
@@ -215,20 +181,15 @@ func drill(ctx context.Context, n, clients, threads int, python string, seed uin
 	}
 	over.Store(true)
 	all.Wait()
-	for range clients {
-		err = errors.Join(err, <-failed)
-	}
-	err = errors.Join(err, guest(), s.Stop())
-	if err != nil {
+	if err := errors.Join(guest(), s.Stop()); err != nil {
 		return err
 	}
-	slices.Sort(first)
-	fmt.Printf("%d restarts, %d clients in Go, %d in Python\n", n, clients, threads)
+	fmt.Fprintf(e.out, "%d restarts, %d clients in Go, %d in Python\n", e.kills, e.inGo, e.inPython)
 	if len(first) > 0 {
-		fmt.Printf("with Wait, first success after the port is open: median %v, longest %v\n",
-			first[len(first)/2].Round(time.Millisecond), first[len(first)-1].Round(time.Millisecond))
+		fmt.Fprintf(e.out, "with Wait, first success after the port is open: median %v, longest %v\n",
+			bench.Quantile(first, 0.5).Round(time.Millisecond), slices.Max(first).Round(time.Millisecond))
 	}
-	return judge(journal, heard.all)
+	return e.compare(journal, heard.all)
 }
 
 // calls makes one call after another until over, of both models in turns.
@@ -257,16 +218,16 @@ func calls(address string, cfg client.Config, over *atomic.Bool, number uint64, 
 }
 
 // pythonClients starts the clients in Python. end waits for them.
-func pythonClients(ctx context.Context, python, program, address string, threads int, tell func(outcome)) (end func() error, err error) {
-	if threads == 0 {
+func (e *environment) pythonClients(ctx context.Context, address string, tell func(outcome)) (end func() error, err error) {
+	if e.inPython == 0 {
 		return func() error { return nil }, nil
 	}
 	top, err := harness.Top(ctx)
 	if err != nil {
 		return nil, err
 	}
-	c := proc.New(exec.CommandContext(ctx, python, filepath.Join(top, "python", "stress", "restarts.py"), address, strconv.Itoa(threads)))
-	c.Env = append(c.Env, "TENSORFERRY_BIN="+program, "PYTHONPATH="+filepath.Join(top, "python", "src"))
+	c := proc.New(exec.CommandContext(ctx, e.python, filepath.Join(top, "python", "stress", "restarts.py"), address, strconv.Itoa(e.inPython)))
+	c.Env = append(c.Env, "TENSORFERRY_BIN="+e.command, "PYTHONPATH="+filepath.Join(top, "python", "src"))
 	out, err := c.Pipe()
 	if err != nil {
 		return nil, err
@@ -296,8 +257,8 @@ func read(r io.Reader, tell func(outcome)) error {
 	return lines.Err()
 }
 
-// judge compares what clients heard with what models did.
-func judge(journal string, heard []outcome) error {
+// compare compares what clients heard with what models did.
+func (e *environment) compare(journal string, heard []outcome) error {
 	file, err := os.Open(journal)
 	if err != nil {
 		return err
@@ -307,7 +268,6 @@ func judge(journal string, heard []outcome) error {
 	if err := read(file, func(o outcome) { ran[fmt.Sprint(o.model, o.number)]++ }); err != nil {
 		return err
 	}
-	var problems []string
 	count, failures, repeated, lost := make(map[string]int), 0, 0, 0
 	for _, o := range heard {
 		count[o.model]++
@@ -323,18 +283,14 @@ func judge(journal string, heard []outcome) error {
 		}
 		switch {
 		case o.model == once && n > 1:
-			problems = append(problems, fmt.Sprintf("once %d ran %d times (%s)", o.number, n, o.err))
+			e.add("once %d ran %d times (%s)", o.number, n, o.err)
 		case o.err == "" && n == 0:
-			problems = append(problems, fmt.Sprintf("%s %d succeeded and did not run", o.model, o.number))
+			e.add("%s %d succeeded and did not run", o.model, o.number)
 		case o.err != "" && (o.model == again || !strings.Contains(o.err, "may have run")):
-			problems = append(problems, fmt.Sprintf("%s %d is lost: %s", o.model, o.number, o.err))
+			e.add("%s %d is lost: %s", o.model, o.number, o.err)
 		}
 	}
-	fmt.Printf("again  %d calls, all with their result, %d of them computed more than once\n", count[again], repeated)
-	fmt.Printf("once   %d calls, none computed twice; %d ended with an error that says that it may have run, %d of those had not\n", count[once], failures, lost)
-	if len(problems) > 0 {
-		return fmt.Errorf("%d problems, such as:\n%s", len(problems), strings.Join(problems[:min(len(problems), 10)], "\n"))
-	}
-	fmt.Println("restarts: PASS")
+	fmt.Fprintf(e.out, "again  %d calls, all with their result, %d of them computed more than once\n", count[again], repeated)
+	fmt.Fprintf(e.out, "once   %d calls, none computed twice; %d ended with an error that says that it may have run, %d of those had not\n", count[once], failures, lost)
 	return nil
 }
