@@ -11,8 +11,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -133,5 +135,33 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 			return "", err
 		}
 	}
+	for file, text := range since {
+		if err := os.Mkdir(filepath.Dir(source+file), 0o755); errors.Is(err, fs.ErrExist) {
+			continue
+		} else if err != nil {
+			return "", err
+		}
+		if err := os.WriteFile(source+file, []byte(text), 0o644); err != nil {
+			return "", err
+		}
+	}
 	return harness.Build(ctx, source+"/bench", ".", dir+"/old", "-mod=mod")
+}
+
+// since are packages that older commits do not have, over what they have in their place.
+var since = map[string]string{
+	"/store/folder/folder.go": `package folder
+
+import "github.com/tensorferry/tensorferry/store"
+
+type Config = store.FolderConfig
+
+var Open = store.OpenFolder
+`,
+	"/store/memory/memory.go": `package memory
+
+import "github.com/tensorferry/tensorferry/store"
+
+var New = store.NewMemory
+`,
 }

@@ -44,13 +44,7 @@ func (o *oursClient) putMany(ctx context.Context, set bool) error {
 		all = append(all, in)
 	}
 	if set {
-		c, is := any(o.clients[0]).(interface { // older versions have no sets
-			PutAll(context.Context, client.PushRequest) ([]client.Summary, error)
-		})
-		if !is {
-			return errors.New("bench: this version has no sets")
-		}
-		_, err := c.PutAll(ctx, client.PushRequest{Tensors: all})
+		_, err := o.clients[0].PutAll(ctx, client.PushRequest{Tensors: all})
 		return err
 	}
 	for some := range slices.Chunk(all, pushTensors) {

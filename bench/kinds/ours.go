@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"reflect"
 	"slices"
 	"strconv"
 	"sync"
@@ -39,15 +38,6 @@ const (
 // NoLanes goes after a name of bench.OursWith, or after bench.Tensorferry, for what travels in gRPC alone.
 const NoLanes = ", no lanes"
 
-// withoutLanes is a client of the gRPC session alone. Older commits, which bench-against
-// builds this over, have no lanes, and no field for them.
-func withoutLanes(cfg client.Config) client.Config {
-	if f := reflect.ValueOf(&cfg).Elem().FieldByName("Lanes"); f.IsValid() {
-		f.SetInt(-1)
-	}
-	return cfg
-}
-
 // ourKinds are tensorferry: a server with the built-in models on the CPU engine, and a
 // client with one open session. Tensors are float32.
 func ourKinds() []bench.Kind {
@@ -61,12 +51,12 @@ func ourKinds() []bench.Kind {
 			// commits keep them as SizeOf says; now they take no more than that.
 			return memory.New(pool, 2*(slab.SizeOf(int64(len(p.To)))+measure.Many*slab.SizeOf(1))), nil
 		}),
-		ours(bench.Tensorferry+NoLanes, withoutLanes(client.Config{}), Load{1, 1}, none),
+		ours(bench.Tensorferry+NoLanes, client.Config{Lanes: -1}, Load{1, 1}, none),
 		secured,
 	}
 	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-		cfg := client.Config{Checksum: sum}
-		all = append(all, ours(bench.OursWith(sum), cfg, Load{1, 1}, none), ours(bench.OursWith(sum)+NoLanes, withoutLanes(cfg), Load{1, 1}, none))
+		all = append(all, ours(bench.OursWith(sum), client.Config{Checksum: sum}, Load{1, 1}, none),
+			ours(bench.OursWith(sum)+NoLanes, client.Config{Checksum: sum, Lanes: -1}, Load{1, 1}, none))
 	}
 	for _, l := range Loads {
 		all = append(all, ours(l.Name(), client.Config{}, l, none))

@@ -195,8 +195,8 @@ func Beside(kinds ...string) (all []Entrant) {
 	return all
 }
 
-// contestant is an entrant with both its ends. It belongs to one goroutine.
-type contestant struct {
+// Contestant is an entrant with both its ends. It belongs to one goroutine.
+type Contestant struct {
 	dir  string
 	ends []far         // the server, and the client
 	wait time.Duration // for a job
@@ -239,19 +239,9 @@ func startProcess(ctx context.Context, command Command, program []string) (far, 
 	return far{jsonrpc.NewClient(pipes{out, c.In, func() {}}), c.Stop}, nil
 }
 
-// Enter starts both ends of an entrant of g, until ctx is done, and returns what has them
-// do a job, and what ends them.
-func Enter(ctx context.Context, g Group, e Entrant) (do func(context.Context, Job) (bench.Sample, error), end func() error, err error) {
-	t, err := open(ctx, g, e)
-	if err != nil {
-		return nil, nil, err
-	}
-	return t.do, t.Close, nil
-}
-
-// open starts both ends of an entrant of g. They end when ctx does.
-func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
-	t := &contestant{wait: cmp.Or(g.Wait, jobWait)}
+// Open starts both ends of an entrant of g. They end when ctx does.
+func Open(ctx context.Context, g Group, e Entrant) (_ *Contestant, err error) {
+	t := &Contestant{wait: cmp.Or(g.Wait, jobWait)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(fmt.Errorf("%s: %w", e.Name(), err), t.Close())
@@ -281,8 +271,8 @@ func open(ctx context.Context, g Group, e Entrant) (_ *contestant, err error) {
 
 var errSlow = errors.New("bench: no end in time; measure smaller tensors")
 
-// do does a job once. The time is the client's, the CPU time that of both ends.
-func (t *contestant) do(ctx context.Context, job Job) (s bench.Sample, err error) {
+// Do does a job once. The time is the client's, the CPU time that of both ends.
+func (t *Contestant) Do(ctx context.Context, job Job) (s bench.Sample, err error) {
 	ctx, done := context.WithTimeoutCause(ctx, t.wait, errSlow)
 	defer done()
 	server, client := t.ends[0], t.ends[1]
@@ -305,7 +295,7 @@ func (t *contestant) do(ctx context.Context, job Job) (s bench.Sample, err error
 }
 
 // Close ends the client and then its server.
-func (t *contestant) Close() (err error) {
+func (t *Contestant) Close() (err error) {
 	for _, f := range slices.Backward(t.ends) {
 		_ = f.Client.Close() // and so its input
 		err = errors.Join(err, f.stop())

@@ -159,14 +159,14 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 		c.MinRounds = min(c.MinRounds, g.Rounds)
 		c.MaxRounds = c.MinRounds
 	}
-	var entered []*contestant
+	var entered []*Contestant
 	defer func() {
 		for _, t := range entered {
 			err = errors.Join(err, t.Close())
 		}
 	}()
 	for _, e := range g.Entrants {
-		t, err := open(running, g, e)
+		t, err := Open(running, g, e)
 		if err != nil {
 			return nil, err
 		}
@@ -179,7 +179,7 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 			if op == bench.Call || op == CallBeside {
 				job.Count = c.Batch
 			}
-			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (bench.Sample, error) { return entered[i].do(ctx, job) }})
+			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (bench.Sample, error) { return entered[i].Do(ctx, job) }})
 		}
 		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Work: op, Bytes: g.Size}, peers...)
 		if err != nil {

@@ -11,19 +11,14 @@ import argparse
 import json
 import os
 import pathlib
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 from importlib.metadata import PackageNotFoundError, version
 
-from child import Child
-
-from tensorferry import _program
+from common import ROOT, Children, beside, build, measuring, spread, stubs, turns
+from common import options as common_options
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 
 NAMES = {
     "go": "Go client",
@@ -37,12 +32,12 @@ NAMES = {
     "bare": "bare socket, two Pythons",
 }
 EVERYBODY = ("go", "numpy", "empty", "stock", "flight", "flight-crc", "torch")
-# What is done: its title, who does it, and what they are told to do.
+# What is done: its title, who does it, what they are told to do, and whether its time counts, not its rate.
 WORKS = {
-    "upload": ("upload of", EVERYBODY, "sink"),
-    "echo": ("echo of", (*EVERYBODY, "worker"), "echo"),
-    "call": ("call of", EVERYBODY, "echo"),
-    "link": ("link alone,", ("numpy", "bare"), "loop"),
+    "upload": ("upload of", EVERYBODY, "sink", False),
+    "echo": ("echo of", (*EVERYBODY, "worker"), "echo", False),
+    "call": ("call of 30 KB", EVERYBODY, "echo", True),
+    "link": ("link alone, 256 KiB", ("numpy", "bare"), "loop", True),
 }
 # What is required: the work, who, beside whom, and the ratio: of rates, or of times for calls.
 REQUIRED = (
@@ -58,168 +53,108 @@ REQUIRED = (
 LINK_MICROS = 60
 
 
-class Bench:
-    """Everybody who takes part, by name."""
-
-    def __init__(self, options: argparse.Namespace, folder: str):
-        self.options, self.folder = options, folder
-        self.children: list[Child] = []
-        self.clients: dict[str, Child] = {}
-        self.missing: dict[str, str] = {}  # why, by who
-
-    def start(self, *command: object, **env: str) -> Child:
-        child = Child(*command, **env)
-        self.children.append(child)
-        return child
-
-    def close(self) -> None:
-        for child in reversed(self.children):
-            child.close()
-
-    def open(self, program: str) -> None:
-        models = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-        server = self.start(
-            program, "serve", "--child", "--listen", "127.0.0.1:0", "--metrics", "off", "--engine", "cpu",
-            "--log-level", "warn", "--python", "worker=models:echo",
-            PYTHONPATH=models, TENSORFERRY_PYTHON=sys.executable,
-        ).ready()  # fmt: skip
-        goclient = os.path.join(self.folder, "goclient")
-        subprocess.run([self.options.go, "build", "-o", goclient, "./goclient"], cwd=ROOT / "bench", check=True)
-        self.clients["go"] = self.clients["worker"] = self.start(goclient, server.said).ready()
-        ends = HERE / "ends.py"
-        for kind in ("numpy", "empty", "bare"):
-            self.clients[kind] = self.start(sys.executable, ends, kind, server.said, TENSORFERRY_BIN=program).ready()
-        stubs = {"PYTHONPATH": os.pathsep.join((self.folder, str(ROOT / "examples" / "python")))}
-        subprocess.run(
-            [sys.executable, "-m", "grpc_tools.protoc", "-I", "api", f"--python_out={self.folder}",
-             f"--grpc_python_out={self.folder}", "api/tensorferry/v1/tensorferry.proto"],
-            cwd=ROOT, check=True,
-        )  # fmt: skip
-        # The stubs are of the package's name, which may be installed; with this they go before it.
-        pathlib.Path(self.folder, "tensorferry", "__init__.py").touch()
-        self.clients["stock"] = self.start(sys.executable, ends, "stock", server.said, **stubs).ready()
-        for kind in ("flight", "flight-crc", "torch"):
-            python = self.options.torch_python if kind == "torch" else sys.executable
-            peer = self.start(python, ends, f"{kind}-server", GLOG_minloglevel="1").ready()
-            if peer.said.startswith("missing"):
-                self.missing[kind] = peer.said
-                continue
-            self.clients[kind] = self.start(python, ends, kind, peer.said, GLOG_minloglevel="1").ready()
-
-    def run(self) -> dict[str, dict[str, list[float]]]:
-        """Return the seconds of every round, by work and who."""
-        o = self.options
-        sizes = {"upload": (o.size, 1), "echo": (o.size, 1), "call": (30_000, o.calls), "link": (256 << 10, o.calls)}
-        samples: dict[str, dict[str, list[float]]] = {}
-        for work, (size, count) in sizes.items():
-            _, who, op = WORKS[work]
-            here = [name for name in who if name in self.clients]
-            times = samples[work] = {name: [] for name in here}
-            for i in range(-1, o.rounds):  # the first is for memory that nobody has touched
-                print(f"bench: {work}, round {i + 1} of {o.rounds}", file=sys.stderr)
-                at = i % len(here)
-                for name in here[at:] + here[:at]:
-                    took = float(self.clients[name].ask("worker" if name == "worker" else op, size, count))
-                    if i >= 0:
-                        times[name].append(took)
-        return samples
-
-
-def ratio(work: str, ours: list[float], theirs: list[float]) -> tuple[float, float]:
-    """Return the median over the rounds, and half the distance between the quartiles."""
-    pairs = zip(ours, theirs) if work in ("call", "link") else zip(theirs, ours)
-    all = [a / b for a, b in pairs]
-    if len(all) < 2:
-        return all[0], 0.0
-    low, _, high = statistics.quantiles(all, n=4, method="inclusive")
-    return statistics.median(all), (high - low) / 2
-
-
-def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[str, str]) -> str:
-    lines = []
-    for work, times in samples.items():
-        title = WORKS[work][0]
-        if work in ("upload", "echo"):
-            lines.append(f"{f'{title} {size >> 20} MiB':36} {'ms':>9} {'GB/s':>7}   rate to Go's")
+def open_all(options: argparse.Namespace, children: Children, folder: str) -> tuple[dict, dict[str, str]]:
+    """Return who can be asked, by name, and why others cannot."""
+    models = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    server = children.serve(options.program, "--log-level", "warn", "--python", "worker=models:echo", PYTHONPATH=models)
+    go, ends = children.start(build(options.go, "./goend", folder)), HERE / "ends.py"
+    clients = {name: lambda work, *more, name=name: go.ask("worker" if name == "worker" else work, server, *more)
+               for name in ("go", "worker")}  # fmt: skip
+    for kind in ("numpy", "empty", "bare"):
+        clients[kind] = children.start(sys.executable, ends, kind, server, TENSORFERRY_BIN=options.program).ask
+    generated = os.path.join(folder, "stubs")
+    stubs(sys.executable, generated, "tensorferry/v1/tensorferry.proto")
+    # The stubs are of the package's name, which may be installed; with this they go before it.
+    pathlib.Path(generated, "tensorferry", "__init__.py").touch()
+    path = os.pathsep.join((generated, str(ROOT / "examples" / "python")))
+    clients["stock"] = children.start(sys.executable, ends, "stock", server, PYTHONPATH=path).ask
+    missing = {}
+    for kind in ("flight", "flight-crc", "torch"):
+        python = options.torch_python if kind == "torch" else sys.executable
+        peer = children.start(python, ends, f"{kind}-server", GLOG_minloglevel="1").said
+        if peer.startswith("missing"):
+            missing[kind] = peer
         else:
-            lines.append(
-                f"{title + (' 30 KB' if work == 'call' else ' 256 KiB'):36} {'µs':>9} {'':7}   time to "
-                + ("Go's" if work == "call" else "the bare socket's")
-            )
+            clients[kind] = children.start(python, ends, kind, peer, GLOG_minloglevel="1").ask
+    return clients, missing
+
+
+def run(options: argparse.Namespace, clients: dict) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds of every round, by work and who."""
+    o = options
+    sizes = {"upload": (o.size, 1), "echo": (o.size, 1), "call": (30_000, o.calls), "link": (256 << 10, o.calls)}
+    samples = {}
+    for work, (size, count) in sizes.items():
+        _, who, op, _ = WORKS[work]
+        asked = {
+            name: lambda ask=clients[name]: statistics.median(ask(op, size, count)["seconds"])  # noqa: B023
+            for name in who
+            if name in clients
+        }
+        samples[work] = turns(work, o.rounds, asked)
+    return samples
+
+
+def ratios(work: str, ours: list[float], theirs: list[float]) -> tuple[list[float], list[float]]:
+    """Return what is divided: times of ours by theirs where they count, else theirs by ours."""
+    return (ours, theirs) if WORKS[work][3] else (theirs, ours)
+
+
+def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[str, str]) -> None:
+    for work, times in samples.items():
+        title, _, _, timed = WORKS[work]
+        first = next(iter(times)) if work != "link" else "bare"
+        unit, head = ("µs", "time") if timed else ("ms", "GB/s    rate")
+        print(f"\n{title if timed else f'{title} {size >> 20} MiB':36} {unit:>9}   {head} to that of: {NAMES[first]}")
         for name, all in times.items():
             median = statistics.median(all)
-            line = f"  {NAMES[name]:34} {median * (1e3 if work in ('upload', 'echo') else 1e6):9.1f} "
-            line += f"{size / median / 1e9:7.2f}" if work in ("upload", "echo") else " " * 7
-            if work == "link" and name != "bare":
-                line += "   {:.2f} ± {:.2f}".format(*ratio(work, all, times["bare"]))
-            if "go" in times and name != "go":
-                line += "   {:.2f} ± {:.2f}".format(*ratio(work, all, times["go"]))
-            lines.append(line.rstrip())
-        lines.append("")
-    lines.append(f"{'required':59} {'ratio':12}  measured")
-    for work, name, beside, want in REQUIRED:
+            rate = "" if timed else f"{size / median / 1e9:7.2f}"
+            compared = "" if name == first else beside(*ratios(work, all, times[first]))
+            print(f"  {NAMES[name]:34} {median * (1e6 if timed else 1e3):9.1f} {rate:7}   {compared}".rstrip())
+    print(f"\n{'required':59} {'ratio':12}  measured")
+    for work, name, other, want in REQUIRED:
         times = samples[work]
-        if name in times and beside in times:
-            got, spread = ratio(work, times[name], times[beside])
-            met, more = got >= want, "more"
-            if work == "call":
-                met, more = got <= want, "less"
-            title = f"{work}: {NAMES[name]} / {NAMES[beside]}"
-            lines.append(required(title, f"{want:.2f} or {more}", f"{got:.2f} ± {spread:.2f}", met))
+        if name in times and other in times:
+            got, _ = spread([a / b for a, b in zip(*ratios(work, times[name], times[other]))])
+            met = got <= want if WORKS[work][3] else got >= want
+            said = f"{want:.2f} or {'less' if WORKS[work][3] else 'more'}"
+            measured = beside(*ratios(work, times[name], times[other]))
+            print(f"  {f'{work}: {NAMES[name]} / {NAMES[other]}':57} {said:12}  {measured}, {'' if met else 'not '}met")
     micros = statistics.median(samples["link"]["numpy"]) * 1e6
-    met = micros <= LINK_MICROS
-    lines.append(required("link alone, 256 KiB", f"{LINK_MICROS} µs or less", f"{micros:.1f} µs", met))
-    lines += [f"{NAMES[name]}: {why}" for name, why in missing.items()]
-    return "\n".join(lines)
+    met = "" if micros <= LINK_MICROS else "not "
+    print(f"  {'link alone, 256 KiB':57} {LINK_MICROS} µs or less  {micros:.1f} µs, {met}met")
+    for name, why in missing.items():
+        print(f"{NAMES[name]}: {why}")
 
 
-def required(title: str, want: str, got: str, met: bool) -> str:
-    return f"  {title:57} {want:12}  {got}, {'' if met else 'not '}met"
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+def versions() -> str:
+    found = ""
     for name in ("numpy", "pyarrow", "grpcio", "protobuf"):
         try:
-            found[name] = version(name)
+            found += f", {name} {version(name)}"
         except PackageNotFoundError:
             pass
     return found
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(description="Measure the Python client beside the Go client and others.")
-    flags.add_argument("--quick", action="store_true", help="run everything briefly: the figures mean nothing")
-    flags.add_argument("--rounds", type=int, default=9)
+    flags = common_options("Measure the Python client beside the Go client and others.", 9)
     flags.add_argument("--size", type=int, default=256 << 20, help="bytes of the tensor")
     flags.add_argument("--calls", type=int, default=500, help="small calls of a round")
     flags.add_argument("--json", metavar="FILE", help="write every sample to a file, too")
     flags.add_argument("--torch-python", default=sys.executable, help="Python that has torch, if this has not")
-    flags.add_argument("--go", default=os.environ.get("GO", "go"), help="the go command")
     options = flags.parse_args()
     if options.quick:
         options.rounds, options.size, options.calls = 1, 16 << 20, 50
-    if options.rounds < 1 or options.calls < 1 or options.size < 4 or options.size % 4:
-        flags.error("rounds and calls are 1 or more, and the size is whole float32s")
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, folder)
-        try:
-            bench.open(_program.find())
-            samples = bench.run()
-        finally:
-            bench.close()
-    if options.json:
-        said = {
-            "cpus": os.cpu_count(), "load": os.getloadavg(), "versions": versions(), "size": options.size,
-            "calls": options.calls, "seconds": samples, "missing": bench.missing,
-        }  # fmt: skip
-        pathlib.Path(options.json).write_text(json.dumps(said) + "\n")
-    print(", ".join(f"{k} {v}" for k, v in versions().items()))
-    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f} at the end, {options.rounds} rounds: medians,")
-    print("± half the distance between the quartiles of the ratios within a round\n")
-    print(report(samples, options.size, bench.missing))
-    if options.quick:
-        print("--quick: the figures mean nothing")
+    if options.calls < 1 or options.size < 8 or options.size % 8:
+        flags.error("calls are 1 or more, and the size is a multiple of 8")
+    with measuring(options, versions()) as folder, Children() as children:
+        clients, missing = open_all(options, children, folder)
+        samples = run(options, clients)
+        report(samples, options.size, missing)
+        if options.json:
+            said = {"versions": versions(), "size": options.size, "seconds": samples, "missing": missing}
+            pathlib.Path(options.json).write_text(json.dumps(said) + "\n")
 
 
 if __name__ == "__main__":

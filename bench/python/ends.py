@@ -1,22 +1,22 @@
 """The processes of the benchmarks: python ends.py KIND [ADDRESS].
 
 A client reads lines such as "echo 268435456 1": what to do, the bytes of a tensor, and how
-often. It answers each with the median seconds of one. A server prints its address. All end
+often. It answers each with the seconds of each. A server prints its address. All end
 with their input. The kind bench-end is an end of Arrow Flight for the Go program of bench/,
 which calls it as bench/measure says. What they measure, and how fair it is, is in
 docs/benchmarks.md.
 """
 
+import functools
 import json
 import os
 import socket
-import statistics
 import sys
 import threading
 import time
 
 import numpy as np
-from child import meet
+from common import answer, join, meet
 
 BATCH = 1 << 20  # bytes in a batch of Flight
 PAGE = 1024  # float32s in a page
@@ -28,17 +28,16 @@ def tensor(size, empty=np.empty):
     return x
 
 
-def serve_line(do, make=tensor):
+def moves(do, make=tensor):
     """Answer lines. do has one move of a tensor done, and returns the result."""
-    print("ready", flush=True)
     x = np.empty(0, "float32")
-    for line in sys.stdin:
-        op, size, count = line.split()
-        size = int(size)
+
+    def move(op, size, count):
+        nonlocal x
         if x.nbytes != size:
             x = make(size)
         times = []
-        for _ in range(int(count)):
+        for _ in range(count):
             x[::PAGE] += 1  # so that an earlier result does not match
             start = time.perf_counter()
             y = do(op, x)
@@ -50,7 +49,9 @@ def serve_line(do, make=tensor):
             if not right:
                 sys.exit(f"{sys.argv[1]}: {op} gives something else")
             del y
-        print(statistics.median(times), flush=True)
+        return {"seconds": times}
+
+    answer({op: functools.partial(move, op) for op in ("sink", "echo", "loop")})
 
 
 def ferry(address, empty):
@@ -72,7 +73,7 @@ def ferry(address, empty):
             assert said["range"] == list(held.extent(x.nbytes)), said
             return held.export(x.nbytes)
 
-        serve_line(do, (lambda size: tensor(size, client.empty)) if empty else tensor)
+        moves(do, (lambda size: tensor(size, client.empty)) if empty else tensor)
 
 
 def bare(_):
@@ -95,7 +96,7 @@ def bare(_):
         ours.recv(1 << 16)
         return held
 
-    serve_line(do)
+    moves(do)
 
 
 def stock(address):
@@ -108,7 +109,7 @@ def stock(address):
         (y,) = session.compute(op, {"": (pb.DATA_TYPE_FLOAT32, [x.size], x)}).values()
         return y.data
 
-    serve_line(do)
+    moves(do)
     session.close()
 
 
@@ -229,7 +230,7 @@ def flight(address, sums):
         client.echo(x, y)
         return y
 
-    serve_line(do)
+    moves(do)
     client.close()
 
 
@@ -321,25 +322,16 @@ def counted(x):
     return torch.tensor(x.numel() * x.element_size())
 
 
-def torch_rpc(rank, address):
+def torch_client(address):
     """torch.distributed.rpc over TCP: it has no checksums."""
     import torch
-    import torch.distributed.rpc as rpc
 
-    options = rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://{address}",
-        rpc_timeout=120,
-        # Without shared memory, which it takes where both are on one machine.
-        _transports=["uv"],
-        _channels=["basic"],
-    )
-    rpc.init_rpc(f"end{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc = join(1, address)
 
     def do(op, x):
         return rpc.rpc_sync("end0", counted if op == "sink" else returned, args=(torch.from_numpy(x),)).numpy()
 
-    if rank:
-        serve_line(do)
+    moves(do)
     rpc.shutdown()
 
 
@@ -347,7 +339,7 @@ def torch_server():
     """The address is that of a meeting, which the client must come to."""
     address = meet()
     if address:
-        torch_rpc(0, address)
+        join(0, address).shutdown()
 
 
 KINDS = {
@@ -357,7 +349,7 @@ KINDS = {
     "stock": stock,
     "flight": lambda at: flight(at, False),
     "flight-crc": lambda at: flight(at, True),
-    "torch": lambda at: torch_rpc(1, at),
+    "torch": torch_client,
     "flight-server": lambda: flight_server(False),
     "flight-crc-server": lambda: flight_server(True),
     "torch-server": torch_server,
@@ -365,7 +357,4 @@ KINDS = {
 }
 
 if __name__ == "__main__":
-    # For functions that torch sends by name.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     KINDS[sys.argv[1]](*sys.argv[2:])

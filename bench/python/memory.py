@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import array
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+
+from common import Children
 
 import tensorferry as tf
 from tensorferry import _link, _program
@@ -56,27 +57,20 @@ def main() -> None:
     options = flags.parse_args()
     gib = 1 if options.quick else options.gib
     count = (gib << 30) // BLOCK
-    # serve takes variables of this prefix for its settings.
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("TENSORFERRY_")}
-    server = subprocess.Popen(
-        [_program.find(), "serve", "--child", "--listen", "127.0.0.1:0", "--metrics", "off", "--engine", "cpu"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clean,
-    )  # fmt: skip
-    assert server.stdin and server.stdout
-    try:
-        address = server.stdout.readline().strip()
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder, tf.connect(address) as c:
-            path = os.path.join(folder, "result")
-            x = tf.Stream(blocks(count), [gib << 28], "float32")
-            start = time.perf_counter()
-            c.call("relu", {"": x}, out={"y": path}, regions=False).result()
-            took = time.perf_counter() - start
-            assert _link._process
-            peaks = {"python": peak(os.getpid()), "link": peak(_link._process.pid), "server": peak(server.pid)}
-            check(path, count)
-    finally:
-        server.stdin.close()
-        server.wait()
+    with (
+        tempfile.TemporaryDirectory(dir=options.folder) as folder,
+        Children() as children,
+        tf.connect(children.serve(_program.find())) as c,
+    ):
+        path = os.path.join(folder, "result")
+        x = tf.Stream(blocks(count), [gib << 28], "float32")
+        start = time.perf_counter()
+        c.call("relu", {"": x}, out={"y": path}, regions=False).result()
+        took = time.perf_counter() - start
+        assert _link._process
+        server = children[0].process.pid
+        peaks = {"python": peak(os.getpid()), "link": peak(_link._process.pid), "server": peak(server)}
+        check(path, count)
     print(f"{gib} GiB through relu into a file: {took:.1f} s, {(gib << 30) / took / 1e9:.2f} GB/s")
     for name, got in peaks.items():
         print(f"  {name:8} {got / (1 << 20):6.1f} MiB at the peak{'' if got < MOST else f', not below {MOST >> 20}'}")

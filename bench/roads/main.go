@@ -16,7 +16,6 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
-	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -219,7 +218,7 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 	switch part {
 	case shares:
 		for _, work := range o.works {
-			if err := t.measure(ctx, work, sharing, o.sharing(ctx, &g, work)); err != nil {
+			if err := t.measure(ctx, work, sharing, o.sharing(&g, work)); err != nil {
 				return err
 			}
 		}
@@ -273,18 +272,12 @@ func (o *options) on(ctx context.Context, l line, part string) (err error) {
 }
 
 // sharing is who has a share of the line with a work.
-func (o *options) sharing(ctx context.Context, g *gauge, work string) []turn {
+func (o *options) sharing(g *gauge, work string) []turn {
 	all := []turn{g.ours(work)}
 	if o.tls {
 		all = append(all, g.secured(work))
 	}
 	for _, flags := range o.with {
-		if without := slices.IndexFunc(flags, func(f string) bool {
-			return strings.HasPrefix(f, "--") && !accepts(ctx, o.program, work, f)
-		}); without >= 0 {
-			fmt.Printf("tensorferry %s has no %s: left out\n", commandOf(work), flags[without])
-			continue
-		}
 		all = append(all, g.ours(work, flags...))
 		if o.tls {
 			all = append(all, g.secured(work, flags...))

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -111,14 +110,6 @@ func (g *gauge) secured(work string, flags ...string) turn {
 	return turn{t.who + ", TLS", func(ctx context.Context) (result, error) { return g.runOurs(ctx, work, serve, flags) }}
 }
 
-// commandOf is the command that a work is.
-func commandOf(work string) string {
-	if work == push || work == pull {
-		return work
-	}
-	return "run"
-}
-
 // serving starts a server of ours at its end of the road.
 func (g *gauge) serving(ctx context.Context, flags ...string) (s *proc.Child, address string, err error) {
 	end := g.road.Ends[server]
@@ -175,13 +166,6 @@ func (g *gauge) sum(w *watch, took time.Duration, sizes [2]int64) result {
 	return r
 }
 
-// accepts says whether a command of the program has a flag.
-func accepts(ctx context.Context, program, work, flag string) bool {
-	out, err := exec.CommandContext(ctx, program, commandOf(work), "--help").Output()
-	name, _, _ := strings.Cut(flag, "=")
-	return err == nil && strings.Contains(string(out), name+" ")
-}
-
 // ends are a kind of internal/bench, both ends started anew.
 func (g *gauge) ends(kind string, size int, op bench.Op, program ...string) turn {
 	return turn{kind, func(ctx context.Context) (r result, err error) {
@@ -189,17 +173,17 @@ func (g *gauge) ends(kind string, size int, op bench.Op, program ...string) turn
 			Net: "tcp", Size: size, Host: g.road.Ends[server].Addr.String(), Wait: jobWait,
 			Commands: [2]measure.Command{g.road.Ends[server].Command, g.road.Ends[client].Command},
 		}
-		do, end, err := measure.Enter(ctx, group, measure.Entrant{Kind: kind, Program: program})
+		ends, err := measure.Open(ctx, group, measure.Entrant{Kind: kind, Program: program})
 		if err != nil {
 			return r, err
 		}
-		defer func() { err = errors.Join(err, end()) }()
+		defer func() { err = errors.Join(err, ends.Close()) }()
 		job := measure.Job{Op: op}
 		if op == measure.CallBeside {
 			job.Count = bench.CallBatch
 		}
 		var s bench.Sample
-		w, err := see(ctx, g.road, func() error { s, err = do(ctx, job); return err })
+		w, err := see(ctx, g.road, func() error { s, err = ends.Do(ctx, job); return err })
 		if err != nil {
 			return r, err
 		}

@@ -5,7 +5,6 @@ prints its address. All end with their input.
 """
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -13,21 +12,13 @@ import sys
 import time
 
 import torch
-from child import meet
+from common import answer, join, meet
 from models import ROWS, WIDTH, Paused, Trunk, ends, small
 from torch import nn
 
 BATCH, MICRO = 64, 8
 PARTS = ("forward", "backward", "apply")  # of a training round
 torch.set_num_threads(1)
-
-
-def answer(works):
-    """Answer lines by what is named in them."""
-    print("ready", flush=True)
-    for line in sys.stdin:
-        what, count = line.split()
-        print(json.dumps(works[what](int(count))), flush=True)
 
 
 def batches(count):
@@ -252,34 +243,20 @@ def ferry(address):
     f.client.close()
 
 
-def rpc_options(address):
-    import torch.distributed.rpc as rpc
-
-    # TCP, as tensorferry has it: without shared memory, which it takes where both are on one machine.
-    return rpc.TensorPipeRpcBackendOptions(
-        init_method=f"tcp://{address}", rpc_timeout=120, _transports=["uv"], _channels=["basic"]
-    )
-
-
 def rpc_server():
     """Print the address of a meeting, which the client must come to."""
     address = meet()
-    if not address:
-        return
-    import torch.distributed.rpc as rpc
-
-    rpc.init_rpc("end0", rank=0, world_size=2, rpc_backend_options=rpc_options(address))
-    rpc.shutdown()
+    if address:
+        join(0, address).shutdown()
 
 
 def rpc_client(address):
     """The trunk in another process, by torch.distributed.rpc."""
     import torch.distributed.autograd as dist_autograd
-    import torch.distributed.rpc as rpc
     from torch.distributed.nn import RemoteModule
     from torch.distributed.optim import DistributedOptimizer
 
-    rpc.init_rpc("end1", rank=1, world_size=2, rpc_backend_options=rpc_options(address))
+    rpc = join(1, address)
 
     def train(count):
         bottom, top = ends()
@@ -353,6 +330,4 @@ def road(rounds, count, address):
 KINDS = {"ferry": ferry, "rpc-server": rpc_server, "rpc": rpc_client, "road": road}
 
 if __name__ == "__main__":
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("TP_SOCKET_IFNAME", "lo")
     KINDS[sys.argv[1]](*sys.argv[2:])

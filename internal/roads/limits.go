@@ -21,8 +21,6 @@ const (
 	// leastQueue is the packets that a queue without a size holds at least: the bursts of ten
 	// that two TCP connections begin with.
 	leastQueue = 20
-	// reorderBy is how late a reordered packet is: more than a burst, less than a timeout.
-	reorderBy = 3 * time.Millisecond
 	// passPackets is how many packets are read before what is due is written.
 	passPackets = 32
 	// smallBytes is up to which size a packet is copied out of its large buffer, so that

@@ -27,11 +27,8 @@ type Way struct {
 	// Queue is the bytes that may wait for the line. What does not fit is dropped.
 	// Zero means twice Rate × Delay, at least leastQueue packets.
 	Queue int
-	// Loss and Reorder are the share of packets, from 0 to 1, that get lost, and that
-	// arrive late by reorderBy.
-	Loss, Reorder float64
-	// Cut lets nothing pass, and loses what travels.
-	Cut bool
+	// Loss is the share of packets, from 0 to 1, that get lost.
+	Loss float64
 }
 
 // Link is a road to be built.
@@ -41,7 +38,7 @@ type Link struct {
 	MTU int
 	// Congestion is the congestion control of both ends. Empty means cubic.
 	Congestion string
-	// Seed of what gets lost and reordered.
+	// Seed of what gets lost.
 	Seed uint64
 }
 
@@ -102,19 +99,6 @@ func New(ctx context.Context, l Link) (_ *Road, err error) {
 // addresses of the two ends, in a network of their own: RFC 5737.
 var addresses = [2]netip.Addr{netip.AddrFrom4([4]byte{192, 0, 2, 1}), netip.AddrFrom4([4]byte{192, 0, 2, 2})}
 
-// Set changes the road for packets that come from now on: first what end 0 sends, then
-// what end 1 sends. Delays that a packet has already are kept.
-func (r *Road) Set(first, second Way) error {
-	for _, w := range []Way{first, second} {
-		if err := w.check(); err != nil {
-			return err
-		}
-	}
-	r.ways[0].set.Store(&first)
-	r.ways[1].set.Store(&second)
-	return nil
-}
-
 // Counts returns what has become of the packets that an end sent.
 func (r *Road) Counts(end int) Counts {
 	w := r.ways[end]
@@ -154,8 +138,8 @@ func (w Way) check() error {
 		return fmt.Errorf("roads: a rate of %d bit/s, want 0 to %d", w.Rate, int64(mostRate))
 	case w.Queue < 0 || w.Queue > mostQueue:
 		return fmt.Errorf("roads: a queue of %d bytes, want 0 to %d", w.Queue, mostQueue)
-	case w.Loss < 0 || w.Loss > 1 || w.Reorder < 0 || w.Reorder > 1:
-		return fmt.Errorf("roads: a share of %g lost and %g reordered, want 0 to 1", w.Loss, w.Reorder)
+	case w.Loss < 0 || w.Loss > 1:
+		return fmt.Errorf("roads: a share of %g lost, want 0 to 1", w.Loss)
 	}
 	return nil
 }

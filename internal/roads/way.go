@@ -6,7 +6,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"runtime"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -18,14 +17,13 @@ type way struct {
 	from, to int // of the Ends, which close them
 	mtu      int
 	random   *rand.Rand
-	set      atomic.Pointer[Way]
+	set      Way
 	stop     [2]*os.File // of a pipe
 	counters
 
 	begin        time.Time
 	free         time.Duration // when the line has sent what it has, since begin
 	line         queue
-	slow         queue   // of what is reordered
 	large, small buffers // of an MTU, and of smallBytes
 }
 
@@ -36,8 +34,7 @@ type packet struct {
 }
 
 func newWay(from, to int, l Link, which uint64) (*way, error) {
-	w := &way{from: from, to: to, mtu: l.MTU, random: rand.New(rand.NewPCG(l.Seed, which)), begin: time.Now()}
-	w.set.Store(&l.Way)
+	w := &way{from: from, to: to, mtu: l.MTU, set: l.Way, random: rand.New(rand.NewPCG(l.Seed, which)), begin: time.Now()}
 	var err error
 	w.stop[0], w.stop[1], err = os.Pipe()
 	if err != nil {
@@ -59,8 +56,8 @@ func (w *way) run() {
 	wait := []unix.PollFd{{Fd: int32(w.from), Events: unix.POLLIN}, {Fd: int32(descriptor(w.stop[0])), Events: unix.POLLIN}}
 	for {
 		var timeout *unix.Timespec
-		if next, is := w.next(); is {
-			t := unix.NsecToTimespec(max(0, next.head().due-w.now()).Nanoseconds())
+		if !w.line.empty() {
+			t := unix.NsecToTimespec(max(0, w.line.head().due-w.now()).Nanoseconds())
 			timeout = &t
 		}
 		wait[0].Revents, wait[1].Revents = 0, 0
@@ -130,52 +127,27 @@ func (w *way) accept(data []byte) bool {
 	if data[0]>>4 != 4 {
 		return false // the kernel asks for IPv6 routers
 	}
-	set, now := w.set.Load(), w.now()
-	if set.Cut {
-		w.lost.Add(1)
-		return false
-	}
+	now := w.now()
 	start := max(w.free, now)
-	if set.inTime(start-now)+int64(len(data)) > set.queue(w.mtu) {
+	if w.set.inTime(start-now)+int64(len(data)) > w.set.queue(w.mtu) {
 		w.dropped.Add(1)
 		return false
 	}
-	w.free = start + set.needs(len(data))
-	if set.Loss > 0 && w.random.Float64() < set.Loss {
+	w.free = start + w.set.needs(len(data))
+	if w.set.Loss > 0 && w.random.Float64() < w.set.Loss {
 		w.lost.Add(1) // on the line, which it took its time of
 		return false
 	}
-	due, on := w.free+set.Delay, &w.line
-	if set.Reorder > 0 && w.random.Float64() < set.Reorder {
-		due, on = due+reorderBy, &w.slow
-	}
-	on.push(packet{data, due})
+	w.line.push(packet{data, w.free + w.set.Delay})
 	return true
-}
-
-// next returns the queue whose first packet is due first.
-func (w *way) next() (*queue, bool) {
-	switch {
-	case w.line.empty():
-		return &w.slow, !w.slow.empty()
-	case w.slow.empty() || w.line.head().due <= w.slow.head().due:
-		return &w.line, true
-	}
-	return &w.slow, true
 }
 
 // deliver writes what is due.
 func (w *way) deliver() {
 	now := w.now()
-	for {
-		q, is := w.next()
-		if !is || q.head().due > now {
-			return
-		}
-		p := q.pop()
-		if w.set.Load().Cut {
-			w.lost.Add(1)
-		} else if _, err := unix.Write(w.to, p.data); err != nil {
+	for !w.line.empty() && w.line.head().due <= now {
+		p := w.line.pop()
+		if _, err := unix.Write(w.to, p.data); err != nil {
 			w.dropped.Add(1) // the device is down
 		} else {
 			w.packets.Add(1)

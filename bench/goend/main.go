@@ -1,11 +1,14 @@
-// Command dropins is the Go end of the benchmark of drop-in services. It reads lines such as
-// "kpu_echo ADDRESS 67108864 5", does so much, and answers with JSON; bench.py starts it.
+// Command goend is the Go client of the benchmarks in Python: package client as its users
+// have it, with every default, and clients of the drop-in services. It reads lines such as
+// "kpu_echo ADDRESS 67108864 5", what to do with how many bytes how often, and answers
+// with JSON.
 package main
 
 import (
 	"bufio"
 	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -22,6 +25,8 @@ import (
 
 	kpupb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	splitpb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -34,26 +39,39 @@ type answer struct {
 	First   float64   `json:"first,omitempty"` // seconds until the first result
 }
 
-// work does something once with the bytes of a tensor, and returns when the first result came.
-type work func(ctx context.Context, conn *grpc.ClientConn, data []byte) (time.Time, error)
+// work does something once with the bytes of a tensor, and returns when the first result came,
+// and the last.
+type work func(ctx context.Context, to *server, data []byte) (first, last time.Time, err error)
 
-var works = map[string]work{"kpu_upload": upload, "kpu_echo": echo, "kpu_first": echo, "split_echo": compute}
+var works = map[string]work{
+	"sink": ferry("sink"), "echo": ferry("echo"), "worker": ferry("worker"),
+	"kpu_upload": upload, "kpu_echo": echo, "kpu_first": echo, "split_echo": compute,
+}
+
+// server is one that has been dialed, in two ways that connect when they are used.
+type server struct {
+	*grpc.ClientConn
+	ferry *client.Client
+}
+
+// data is what was sent last, so that its pages have been touched.
+var data []byte
 
 func main() {
-	conns := make(map[string]*grpc.ClientConn)
+	conns := make(map[string]*server)
 	fmt.Println("ready")
 	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); {
 		a, err := do(conns, strings.Fields(lines.Text()))
 		text, bad := json.Marshal(a)
 		if err = errors.Join(err, bad); err != nil {
-			fmt.Fprintf(os.Stderr, "dropins: %s: %v\n", lines.Text(), err)
+			fmt.Fprintf(os.Stderr, "goend: %s: %v\n", lines.Text(), err)
 			os.Exit(1)
 		}
 		fmt.Println(string(text))
 	}
 }
 
-func do(conns map[string]*grpc.ClientConn, words []string) (a answer, err error) {
+func do(conns map[string]*server, words []string) (a answer, err error) {
 	if len(words) != 4 || works[words[0]] == nil {
 		return a, fmt.Errorf("not a line of WORK ADDRESS BYTES COUNT")
 	}
@@ -65,29 +83,54 @@ func do(conns map[string]*grpc.ClientConn, words []string) (a answer, err error)
 	if err != nil {
 		return a, err
 	}
-	conn := conns[words[1]]
-	if conn == nil {
-		conn, err = grpc.NewClient(words[1], grpc.WithTransportCredentials(insecure.NewCredentials()),
+	to := conns[words[1]]
+	if to == nil {
+		to = new(server)
+		to.ClientConn, err = grpc.NewClient(words[1], grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithInitialWindowSize(4<<20), grpc.WithInitialConnWindowSize(4<<20),
 			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)))
+		if err == nil {
+			to.ferry, err = client.Dial(words[1], client.Config{})
+		}
 		if err != nil {
 			return a, err
 		}
-		conns[words[1]] = conn
+		conns[words[1]] = to
 	}
-	data := bytes.Repeat([]byte{0, 0, 0x80, 0x3f, 1, 2, 3, 0x40}, size/8)
+	if len(data) != size&^7 {
+		data = bytes.Repeat([]byte{0, 0, 0x80, 0x3f, 1, 2, 3, 0x40}, size/8)
+	}
 	for range count {
+		for i := 0; i < len(data); i += 4 << 10 {
+			data[i]++ // so that an earlier result does not match
+		}
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		begin := time.Now()
-		first, err := works[words[0]](ctx, conn, data)
+		first, last, err := works[words[0]](ctx, to, data)
 		cancel()
 		if err != nil {
 			return a, err
 		}
 		a.First = first.Sub(begin).Seconds()
-		a.Seconds = append(a.Seconds, time.Since(begin).Seconds())
+		a.Seconds = append(a.Seconds, last.Sub(begin).Seconds())
 	}
 	return a, nil
+}
+
+// ferry runs a model of tensorferry, whose result is compared after the time.
+func ferry(model string) work {
+	return func(ctx context.Context, to *server, data []byte) (first, last time.Time, err error) {
+		y, err := to.ferry.Compute(ctx, model, bench.Floats(data))
+		last = time.Now()
+		want := data
+		if model == "sink" {
+			want = binary.LittleEndian.AppendUint64(nil, uint64(len(data)))
+		}
+		if err == nil && !bytes.Equal(y.Data, want) {
+			err = fmt.Errorf("model %s computes something else", model)
+		}
+		return last, last, err
+	}
 }
 
 // late reads bytes that are made when it is their turn.
@@ -131,25 +174,26 @@ func send(data []byte, to func(*kpupb.TensorChunk) error) error {
 	return nil
 }
 
-func upload(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
-	s, err := kpupb.NewServiceClient(conn).ReceiveTensors(ctx)
+func upload(ctx context.Context, to *server, data []byte) (first, last time.Time, err error) {
+	s, err := kpupb.NewServiceClient(to).ReceiveTensors(ctx)
 	if err != nil {
-		return first, err
+		return first, last, err
 	}
 	if err := send(data, s.Send); err != nil {
-		return first, err
+		return first, last, err
 	}
 	r, err := s.CloseAndRecv()
 	if err == nil && !r.GetSuccess() {
 		err = fmt.Errorf("%s", r.GetMessage())
 	}
-	return time.Now(), err
+	last = time.Now()
+	return last, last, err
 }
 
-func echo(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
-	s, err := kpupb.NewServiceClient(conn).StreamTensors(ctx)
+func echo(ctx context.Context, to *server, data []byte) (first, last time.Time, err error) {
+	s, err := kpupb.NewServiceClient(to).StreamTensors(ctx)
 	if err != nil {
-		return first, err
+		return first, last, err
 	}
 	sent := make(chan error, 1)
 	go func() {
@@ -165,7 +209,7 @@ func echo(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.T
 			break
 		}
 		if err != nil {
-			return first, err
+			return first, last, err
 		}
 		if first.IsZero() {
 			first = time.Now()
@@ -173,24 +217,26 @@ func echo(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.T
 		for rest := m.GetData(); len(rest) > 0; {
 			var part []byte
 			if part, rest, err = r.Next(rest); err != nil {
-				return first, err
+				return first, last, err
 			}
 			got = append(got, part...)
 		}
 	}
 	if err := r.Close(); err != nil {
-		return first, err
+		return first, last, err
 	}
 	if !bytes.Equal(got, data) {
-		return first, fmt.Errorf("another tensor came back")
+		return first, last, fmt.Errorf("another tensor came back")
 	}
-	return first, <-sent
+	err = <-sent
+	return first, time.Now(), err
 }
 
-func compute(ctx context.Context, conn *grpc.ClientConn, data []byte) (first time.Time, err error) {
-	r, err := splitpb.NewComputeServiceClient(conn).Compute(ctx, &splitpb.ComputeRequest{Data: data, Shape: []int32{int32(len(data) / 4)}})
+func compute(ctx context.Context, to *server, data []byte) (first, last time.Time, err error) {
+	r, err := splitpb.NewComputeServiceClient(to).Compute(ctx, &splitpb.ComputeRequest{Data: data, Shape: []int32{int32(len(data) / 4)}})
 	if err == nil && !bytes.Equal(r.GetData(), data) {
 		err = fmt.Errorf("another tensor came back")
 	}
-	return time.Now(), err
+	last = time.Now()
+	return last, last, err
 }
