@@ -193,12 +193,6 @@ func (h *Host) makeModels() (err error) {
 // Model returns the model. Closing it closes the host.
 func (h *Host) Model() engine.Model { return h.model }
 
-// Pool returns the pool that every block of the model comes from.
-func (h *Host) Pool() *slab.Pool { return h.pool }
-
-// Budget returns the budget that every run of the model is admitted by.
-func (h *Host) Budget() *slab.Budget { return h.budget }
-
 // Ended is closed when the guest of Config.Socket is gone.
 func (h *Host) Ended() <-chan struct{} { return h.ended }
 
