@@ -62,7 +62,7 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
-	g.clock = time.AfterFunc(time.Hour, g.overdue)
+	g.clock = time.AfterFunc(time.Hour, g.checkDeadline)
 	g.clock.Stop()
 	h.mu.Lock()
 	p.guest = g
@@ -105,8 +105,9 @@ func (g *guest) endWithHost(over <-chan struct{}) {
 	}
 }
 
-// bury is called before the process is waited for, and kills what it has started.
-func (g *guest) bury() {
+// killGroup kills what the process has started. The process itself has not been waited for, so
+// that its pid is not yet another's.
+func (g *guest) killGroup() {
 	g.stop(nil)
 	g.stopping.Lock()
 	defer g.stopping.Unlock()
@@ -158,7 +159,7 @@ func (g *guest) talk() (err error) {
 			}
 			working = true
 			go g.work() // ends when the link does; idle says so
-			g.process.tell(nil)
+			g.process.reportStart(nil)
 		case *link.Answer:
 			if err := g.answered(m); err != nil {
 				return err
@@ -205,7 +206,7 @@ func (g *guest) work() {
 				g.stop(err) // the block stays among what it may touch
 				return
 			}
-			g.land(f, r.times.Compute)
+			g.finished(f, r.times.Compute)
 			pass = func() { g.pass(f.work, r) }
 		case pass != nil:
 			pass()
@@ -216,9 +217,9 @@ func (g *guest) work() {
 	}
 }
 
-// land notes that the guest has computed a block. The next one, which it has already, is due as if
+// finished notes that the guest has computed a block. The next one, which it has already, is due as if
 // it began only now.
-func (g *guest) land(f *flight, took time.Duration) {
+func (g *guest) finished(f *flight, took time.Duration) {
 	h := g.process.host
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -227,12 +228,12 @@ func (g *guest) land(f *flight, took time.Duration) {
 	g.took = took
 	switch {
 	case len(g.flight) == 0:
-		g.unwind()
+		g.clearDeadline()
 	case !oldest:
 	case !g.flight[0].unasked:
-		g.wind(h.cfg.block)
+		g.setDeadline(h.cfg.block)
 	case !f.unasked: // else those of a run share the time
-		g.wind(h.cfg.obey)
+		g.setDeadline(h.cfg.obey)
 	}
 }
 
@@ -276,13 +277,13 @@ func (g *guest) next(wait bool) *flight {
 			m := g.tells[0]
 			g.tells = g.tells[1:]
 			if idle {
-				g.wind(h.cfg.obey)
+				g.setDeadline(h.cfg.obey)
 			}
 			h.mu.Unlock()
 			_ = g.conn.Send(m) // an error is Recv's too
 			h.mu.Lock()
 			if idle {
-				g.unwind()
+				g.clearDeadline()
 			}
 			continue
 		}
@@ -343,14 +344,14 @@ func (g *guest) send(f *flight) {
 		}
 	}
 	if err != nil {
-		g.land(f, aheadWithin)
+		g.finished(f, aheadWithin)
 		g.pass(f.work, result{err: err, release: func() {}})
 		return
 	}
 	h.mu.Lock()
 	g.runs[p.run], f.begun = true, true
 	if g.flight[0] == f {
-		g.wind(h.cfg.block) // from now on: a guest may not read
+		g.setDeadline(h.cfg.block) // from now on: a guest may not read
 	}
 	h.mu.Unlock()
 	if fresh {
@@ -368,14 +369,14 @@ func (g *guest) send(f *flight) {
 	}
 }
 
-// wind has the answer, or that the guest reads, be due in a while; the host's mu is held.
-func (g *guest) wind(d time.Duration) {
+// setDeadline says when the answer is due, or when the guest is to have read what it is sent; the host's mu is held.
+func (g *guest) setDeadline(d time.Duration) {
 	g.due = time.Now().Add(d)
 	g.clock.Reset(d)
 }
 
-// unwind ends that; the host's mu is held.
-func (g *guest) unwind() {
+// clearDeadline says that nothing is due; the host's mu is held.
+func (g *guest) clearDeadline() {
 	g.clock.Stop()
 	g.due = time.Time{}
 }
@@ -407,7 +408,7 @@ func (g *guest) cancel(run context.Context) {
 			told = append(told, f.id)
 		}
 		if i == 0 && !g.due.IsZero() {
-			g.wind(h.cfg.obey)
+			g.setDeadline(h.cfg.obey)
 		}
 	}
 	h.mu.Unlock()
@@ -416,8 +417,8 @@ func (g *guest) cancel(run context.Context) {
 	}
 }
 
-// overdue ends a guest whose block takes too long.
-func (g *guest) overdue() {
+// checkDeadline ends a guest whose block takes too long.
+func (g *guest) checkDeadline() {
 	h := g.process.host
 	h.mu.Lock()
 	late, why := !g.due.IsZero() && !time.Now().Before(g.due), fmt.Errorf("a block took more than %v", h.cfg.block)

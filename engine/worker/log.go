@@ -6,8 +6,8 @@ import (
 	"unicode"
 )
 
-// says logs a line, with the call that is computed: of several blocks, that of the oldest.
-func (p *process) says(line string) {
+// logLine logs a line, with the call that is computed: of several blocks, that of the oldest.
+func (p *process) logLine(line string) {
 	if line = clean(line); line == "" {
 		return
 	}

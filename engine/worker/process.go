@@ -51,7 +51,7 @@ func (p *process) supervise() {
 	for {
 		began := time.Now()
 		cause := p.live()
-		if p.tell(cause) || h.ctx.Err() != nil {
+		if p.reportStart(cause) || h.ctx.Err() != nil {
 			return
 		}
 		if time.Since(began) >= healthy {
@@ -68,8 +68,8 @@ func (p *process) supervise() {
 	}
 }
 
-// tell says how the first life began, once, and reports whether it was in vain.
-func (p *process) tell(err error) bool {
+// reportStart tells Start how the first life began, once, and reports whether it failed.
+func (p *process) reportStart(err error) bool {
 	p.host.mu.Lock()
 	defer p.host.mu.Unlock()
 	if p.first == nil {
@@ -87,7 +87,7 @@ func (p *process) live() error {
 	if err != nil {
 		return err
 	}
-	out, said := &proc.Log{Each: p.says}, &proc.Log{Each: p.says}
+	out, said := &proc.Log{Each: p.logLine}, &proc.Log{Each: p.logLine}
 	cmd := exec.Command(h.cfg.Command[0], h.cfg.Command[1:]...)
 	cmd.Env = append(append(os.Environ(), h.cfg.threads(os.LookupEnv)...), h.cfg.Env...)
 	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr, cmd.WaitDelay = []*os.File{theirs}, out, said, drainWait
@@ -113,7 +113,7 @@ func (p *process) live() error {
 	exited := make(chan struct{})
 	h.all.Go(func() { g.endWithHost(exited) })
 	await(cmd.Process.Pid)
-	g.bury()
+	g.killGroup()
 	failed := cmd.Wait()
 	close(exited)
 	out.Close()
@@ -179,5 +179,5 @@ func (p *process) attached() {
 	g.conn.Close()
 	h.leave(g, err)
 	<-g.idle
-	p.tell(err)
+	p.reportStart(err)
 }

@@ -182,7 +182,7 @@ func (c *Conn) Recv() (Message, error) {
 		case *Take:
 			err = c.take(m)
 		case *Give:
-			err = c.gave(m.Ranges)
+			err = c.takeBack(m.Ranges)
 		default:
 			return m, nil
 		}
@@ -269,8 +269,8 @@ func (c *Conn) tell() {
 	}
 }
 
-// soon has the guest told. It never blocks: the heap calls it with its lock.
-func (c *Conn) soon(m Message) {
+// enqueue queues a message for the goroutine that sends them. It never blocks: the heap calls it with its lock held.
+func (c *Conn) enqueue(m Message) {
 	c.telling.Lock()
 	c.news = append(c.news, m)
 	many := len(c.news) > mostNews
@@ -348,7 +348,7 @@ func (c *Conn) give(id uint64, b *Block) {
 	m := &Give{Head{ID: id}, []Range{b.whole}}
 	c.Own(b)
 	if id == 0 || !c.TrySend(m) {
-		c.soon(m)
+		c.enqueue(m)
 	}
 }
 
@@ -394,8 +394,8 @@ func (c *Conn) guests(r Range) (*Block, error) {
 	return b, nil
 }
 
-// gave takes back what the guest does not need any more.
-func (c *Conn) gave(ranges []Range) error {
+// takeBack takes back what the guest does not need any more.
+func (c *Conn) takeBack(ranges []Range) error {
 	for _, r := range ranges {
 		b, err := c.Taken(r)
 		if err != nil {

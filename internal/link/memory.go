@@ -108,7 +108,7 @@ func (h *Heap) Free(mem []byte) {
 	h.places = slices.Delete(h.places, at, at+1)
 	unmap(s.fd, s.mem)
 	for c := range h.conns {
-		c.soon(&Forget{Head{ID: uint64(s.number)}})
+		c.enqueue(&Forget{Head{ID: uint64(s.number)}})
 	}
 }
 

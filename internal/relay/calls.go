@@ -51,7 +51,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 		}
 	}
 	q.To = func(port string, d tensor.Desc) (client.Sink, error) {
-		s, whole, err := o.place(port, d)
+		s, whole, err := o.makeRoom(port, d)
 		if !whole && err == nil {
 			s = o.writer(port)
 		}
@@ -89,7 +89,7 @@ func (o *op) compute(m *link.Call, q client.Request) (answer []byte, err error) 
 			if err != nil {
 				break // Wait has it too
 			}
-			a, err := o.tell(region.Port, region.Desc)
+			a, err := o.sendResult(region.Port, region.Desc)
 			if err == nil {
 				err = o.region(a.Result, region.Off, int64(len(region.Data)))
 			}
@@ -117,9 +117,9 @@ type result struct {
 	writer *writer     // to which it goes in pieces
 }
 
-// place says where a result goes whose place the guest has not named: into memory of
+// makeRoom says where a result goes whose place the guest has not named: into memory of
 // the link, if there is enough.
-func (o *op) place(name string, d tensor.Desc) (s client.Sink, whole bool, err error) {
+func (o *op) makeRoom(name string, d tensor.Desc) (s client.Sink, whole bool, err error) {
 	n, err := d.Bytes()
 	if err != nil {
 		return client.Sink{}, false, err
@@ -171,7 +171,7 @@ func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool)
 	a.Result = uint32(at)
 	known, r.known = r.known, true
 	if r.block != nil {
-		size, _ := d.Bytes() // place has checked it
+		size, _ := d.Bytes() // makeRoom has checked it
 		a.Range = r.block.Range(size)
 		o.conn.Own(r.block)
 		r.block = nil
@@ -179,8 +179,8 @@ func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool)
 	return a, known
 }
 
-// tell is announce, and tells the guest.
-func (o *op) tell(name string, d tensor.Desc) (a link.Announced, err error) {
+// sendResult announces a result to the guest, which may know it already.
+func (o *op) sendResult(name string, d tensor.Desc) (a link.Announced, err error) {
 	a, known := o.announce(name, d)
 	if !known {
 		err = o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
@@ -195,11 +195,11 @@ func (o *op) region(n uint32, off, length int64) error {
 
 // writer has a result go to the guest in pieces.
 func (o *op) writer(name string) client.Sink {
-	return client.Writer(func(d tensor.Desc) (io.Writer, error) { return o.opened(name, d) })
+	return client.Writer(func(d tensor.Desc) (io.Writer, error) { return o.openWriter(name, d) })
 }
 
-// opened announces a result that comes in pieces.
-func (o *op) opened(name string, d tensor.Desc) (*writer, error) {
+// openWriter announces a result that comes in pieces.
+func (o *op) openWriter(name string, d tensor.Desc) (*writer, error) {
 	o.mu.Lock()
 	for _, r := range o.results { // an attempt before this one has opened it, and written nothing
 		if r.name == name && r.writer != nil {

@@ -152,19 +152,19 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 	p.To = func(name string, d tensor.Desc) (client.Sink, error) {
 		t, named := q.To.value[name]
 		if !named && !q.To.pieces {
-			s, whole, err := o.place(name, d)
+			s, whole, err := o.makeRoom(name, d)
 			if whole {
-				_, err = o.tell(name, d)
+				_, err = o.sendResult(name, d)
 			}
 			if whole || err != nil {
 				return s, err
 			}
 		}
 		if t.pieces || !named {
-			w, err := o.opened(name, d)
+			w, err := o.openWriter(name, d)
 			return client.At(w), err // which gathers what comes in small pieces
 		}
-		if _, err := o.tell(name, d); err != nil {
+		if _, err := o.sendResult(name, d); err != nil {
 			return client.Sink{}, err
 		}
 		data, err := o.share(t.value.at())
