@@ -46,11 +46,10 @@ type device struct {
 	more   sync.Cond  // for the submitter: there may be something to do
 	queue  blocks.Queue
 	asked  []func()
-	asking bool      // the submitter is at what was asked
-	moved  time.Time // a lane, or what was asked, began or ended
+	asking bool // the submitter is at what was asked
 	idle   []*lane
-	dead   error       // why the context is, for as long as the process lives; nil while it lives
-	watch  *time.Timer // runs while a lane is not idle
+	dead   error         // why the context is, for as long as the process lives; nil while it lives
+	watch  *blocks.Watch // for the next end of a block, or of what is asked
 	closed bool
 }
 
@@ -75,8 +74,7 @@ func newDevice(d *driver, c Config, about Device) (*device, error) {
 	for range lanes {
 		v.idle = append(v.idle, &lane{device: v, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
 	}
-	v.watch = time.AfterFunc(v.hang, v.overdue)
-	v.watch.Stop()
+	v.watch = blocks.NewWatch(v.overdue)
 	err := v.start()
 	if err == nil {
 		err = v.pinned.begin()
@@ -332,24 +330,20 @@ func (v *device) busy() int {
 // progress says that a lane has become busy or idle, or something asked has begun or
 // ended: a device that hung may be back; mu is held.
 func (v *device) progress() {
-	v.moved = time.Now()
-	v.watch.Stop()
+	v.watch.Clear()
 	switch {
-	case v.under():
-		v.watch.Reset(v.hang)
+	case v.asking || len(v.idle) < lanes:
+		v.watch.Set(v.hang)
 	case v.dead == nil && v.engine.Back():
 		v.log.Warn("device answers again")
 	}
 }
 
-// under reports whether something is under way; mu is held.
-func (v *device) under() bool { return v.asking || len(v.idle) < lanes }
-
 // overdue is called when there has been no progress for too long.
 func (v *device) overdue() {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if !v.under() || time.Since(v.moved) < v.hang {
+	if !v.watch.Late() {
 		return
 	}
 	err := fmt.Errorf("cuda: no answer for %v, with %d blocks on the device", v.hang, lanes-len(v.idle))

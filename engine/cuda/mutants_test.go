@@ -78,7 +78,7 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"a lost device keeps its weights", "device.go", "for w := range v.weights {\n\t\tw.at = 0", "for w := range v.weights {\n\t\t_ = w"},
 	{"a dead device is back", "device.go", "case v.dead == nil && v.engine.Back():", "case v.engine.Back():"},
 	{"a device is not back", "device.go", "v.dead == nil && v.engine.Back()", "false"},
-	{"what is asked may hang", "device.go", "return v.asking || len(v.idle) < lanes", "return len(v.idle) < lanes"},
+	{"what is asked may hang", "device.go", "case v.asking || len(v.idle) < lanes:", "case len(v.idle) < lanes:"},
 	{"a code that is not known is no death", "device.go", "if v.failed(C.tf_memory(v.c, &left, &total)) == nil {", "if v.failed(C.tf_memory(v.c, &left, &total)); true {"},
 	{"any error is a death", "device.go", "if v.failed(C.tf_memory(v.c, &left, &total)) == nil {", "if v.failed(C.tf_memory(v.c, &left, &total)); false {"},
 	{"a wait that fails is no death", "device.go", "v.die(l.dirty)", "v.check(l.dirty)"},

@@ -41,8 +41,7 @@ type guest struct {
 
 	flight []*flight     // the blocks that it computes, the oldest first
 	took   time.Duration // computing the last one
-	due    time.Time     // for the answer to the oldest
-	clock  *time.Timer   // for due
+	watch  *blocks.Watch // for the answer to the oldest, or that it reads what it is sent
 }
 
 // flight is a block on its way through a guest.
@@ -62,8 +61,7 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
-	g.clock = time.AfterFunc(time.Hour, g.checkDeadline)
-	g.clock.Stop()
+	g.watch = blocks.NewWatch(g.checkDeadline)
 	h.mu.Lock()
 	p.guest = g
 	h.mu.Unlock()
@@ -122,8 +120,8 @@ func (g *guest) talk() (err error) {
 		h.mu.Lock()
 		g.gone = true
 		h.more.Broadcast()
+		g.watch.Clear()
 		h.mu.Unlock()
-		g.clock.Stop()
 		if !working {
 			close(g.idle)
 		}
@@ -228,12 +226,12 @@ func (g *guest) finished(f *flight, took time.Duration) {
 	g.took = took
 	switch {
 	case len(g.flight) == 0:
-		g.clearDeadline()
+		g.watch.Clear()
 	case !oldest:
 	case !g.flight[0].unasked:
-		g.setDeadline(h.cfg.block)
+		g.watch.Set(h.cfg.block)
 	case !f.unasked: // else those of a run share the time
-		g.setDeadline(h.cfg.obey)
+		g.watch.Set(h.cfg.obey)
 	}
 }
 
@@ -277,13 +275,13 @@ func (g *guest) next(wait bool) *flight {
 			m := g.tells[0]
 			g.tells = g.tells[1:]
 			if idle {
-				g.setDeadline(h.cfg.obey)
+				g.watch.Set(h.cfg.obey)
 			}
 			h.mu.Unlock()
 			_ = g.conn.Send(m) // an error is Recv's too
 			h.mu.Lock()
 			if idle {
-				g.clearDeadline()
+				g.watch.Clear()
 			}
 			continue
 		}
@@ -351,7 +349,7 @@ func (g *guest) send(f *flight) {
 	h.mu.Lock()
 	g.runs[p.run], f.begun = true, true
 	if g.flight[0] == f {
-		g.setDeadline(h.cfg.block) // from now on: a guest may not read
+		g.watch.Set(h.cfg.block) // from now on: a guest may not read
 	}
 	h.mu.Unlock()
 	if fresh {
@@ -367,18 +365,6 @@ func (g *guest) send(f *flight) {
 	if run.Err() != nil {
 		g.cancel(run)
 	}
-}
-
-// setDeadline says when the answer is due, or when the guest is to have read what it is sent; the host's mu is held.
-func (g *guest) setDeadline(d time.Duration) {
-	g.due = time.Now().Add(d)
-	g.clock.Reset(d)
-}
-
-// clearDeadline says that nothing is due; the host's mu is held.
-func (g *guest) clearDeadline() {
-	g.clock.Stop()
-	g.due = time.Time{}
 }
 
 // leaveRun is called when a run ends that the guest knows.
@@ -407,8 +393,8 @@ func (g *guest) cancel(run context.Context) {
 			f.unasked = true
 			told = append(told, f.id)
 		}
-		if i == 0 && !g.due.IsZero() {
-			g.setDeadline(h.cfg.obey)
+		if i == 0 && !g.watch.Due.IsZero() {
+			g.watch.Set(h.cfg.obey)
 		}
 	}
 	h.mu.Unlock()
@@ -421,7 +407,7 @@ func (g *guest) cancel(run context.Context) {
 func (g *guest) checkDeadline() {
 	h := g.process.host
 	h.mu.Lock()
-	late, why := !g.due.IsZero() && !time.Now().Before(g.due), fmt.Errorf("a block took more than %v", h.cfg.block)
+	late, why := g.watch.Late(), fmt.Errorf("a block took more than %v", h.cfg.block)
 	if len(g.flight) > 0 && g.flight[0].unasked {
 		why = fmt.Errorf("it went on for %v with a block that was cancelled", h.cfg.obey)
 	}

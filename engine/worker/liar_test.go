@@ -258,7 +258,7 @@ func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
 					h.mu.Lock()
 					defer h.mu.Unlock()
 					for g := range h.guests {
-						due = g.due
+						due = g.watch.Due
 						return len(g.flight) == n && !slices.ContainsFunc(g.flight, func(f *flight) bool { return !f.unasked })
 					}
 					return false
@@ -316,7 +316,7 @@ func TestABlockIsDueWhenItIsTheOldest(t *testing.T) {
 	due := func() time.Time {
 		h.mu.Lock()
 		defer h.mu.Unlock()
-		return g.due
+		return g.watch.Due
 	}
 	h.mu.Lock()
 	h.cfg.obey = time.Hour
