@@ -682,7 +682,8 @@ func TestAQueueKeepsItsOrderWithoutWhatIsTaken(t *testing.T) {
 		if q.Head() != works[0] {
 			t.Fatalf("script %b: the head is not the first", script)
 		}
-		out := q.Take(two.ctx)
+		var out Queue
+		q.Take(two.ctx, &out)
 		last := &Work{run: one} // and one more behind what is left
 		q.Push(last)
 		for _, of := range []struct {

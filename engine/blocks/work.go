@@ -359,14 +359,13 @@ func (q *Queue) End(why error) {
 	}
 }
 
-// Take takes the blocks of a run out, in order.
-func (q *Queue) Take(run context.Context) (taken Queue) {
+// Take moves the blocks of a run to the end of another queue, in order.
+func (q *Queue) Take(run context.Context, to *Queue) {
 	for range q.n {
-		w, to := q.Pop(), q
-		if w.Context() == run {
-			to = &taken
+		if w := q.Pop(); w.Context() == run {
+			to.Push(w)
+		} else {
+			q.Push(w)
 		}
-		to.Push(w)
 	}
-	return taken
 }

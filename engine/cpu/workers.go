@@ -143,8 +143,7 @@ func (p *workers) Cancel(run context.Context) {
 	var over blocks.Queue
 	p.mu.Lock()
 	p.waiting = slices.DeleteFunc(p.waiting, func(c *caller) bool {
-		some := c.queue.Take(run)
-		over.Append(&some)
+		c.queue.Take(run, &over)
 		p.forget(c)
 		return c.queue.Len() == 0
 	})

@@ -187,8 +187,9 @@ func (v *device) Start(w *blocks.Work) {
 
 // Cancel implements blocks.Canceler.
 func (v *device) Cancel(run context.Context) {
+	var over blocks.Queue
 	v.mu.Lock()
-	over := v.queue.Take(run)
+	v.queue.Take(run, &over)
 	v.mu.Unlock()
 	over.End(nil)
 }

@@ -84,7 +84,7 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"a wait that fails is no death", "device.go", "v.die(l.dirty)", "v.check(l.dirty)"},
 	{"a submit that cannot wait is no death", "device.go", " && r.call != \"cuStreamSynchronize\"", ""},
 	{"input is never free", "device.go", "l.work.InputFree()", ""},
-	{"what waits is not cancelled", "device.go", "over := v.queue.Take(run)", "var over blocks.Queue"},
+	{"what waits is not cancelled", "device.go", "v.queue.Take(run, &over)\n", ""},
 	{"every block is timed", "device.go", "p.begun%timedEvery == 0", "true"},
 	{"the copy back is not timed", "device.go", "D2H: duration(ms[2])", "D2H: duration(ms[1])"},
 	{"a lane has no room for what is between two layers", "device.go", "bytes = max(bytes, p.memory(w.Rows))", ""},

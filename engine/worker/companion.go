@@ -49,48 +49,47 @@ func (h *Host) keep(k kept) {
 	h.kept = k
 }
 
-// session returns the number of the session, or what stands for one, that a call belongs to. The
-// processes are told when it has ended. Zero is none.
-func (h *Host) session(life context.Context) uint64 {
+// session is one of a client, or what stands for one, as far as the companions of a model know it.
+//
+// Its blocks are computed in the order that their calls say with the param "order", a text
+// SERIES.N: N begins with 0, and a block waits for all before it. Calls that a client begins
+// together would overtake each other else, and a module may have a state.
+type session struct {
+	number  uint64 // which the processes know it by
+	series  string // empty before there is one
+	next    uint64
+	waiting map[uint64]turn
+}
+
+// sessionOf returns the session that a call belongs to, nil if there is none. The processes are told
+// when it has ended.
+func (h *Host) sessionOf(life context.Context) *session {
 	if life == nil || life.Done() == nil || len(h.companions) == 0 {
-		return 0
+		return nil
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	number, known := h.sessions[life.Done()]
-	if !known {
+	s := h.sessions[life.Done()]
+	if s == nil {
 		h.lastSession++
-		number = h.lastSession
-		h.sessions[life.Done()] = number
-		context.AfterFunc(life, func() { h.leaveSession(life) })
+		s = &session{number: h.lastSession}
+		h.sessions[life.Done()] = s
+		context.AfterFunc(life, func() { h.leaveSession(life, s) })
 	}
-	return number
+	return s
 }
 
-func (h *Host) leaveSession(life context.Context) {
+func (h *Host) leaveSession(life context.Context, s *session) {
 	var over blocks.Queue
 	h.mu.Lock()
-	gone := &link.Gone{Head: link.Head{ID: h.sessions[life.Done()]}}
 	delete(h.sessions, life.Done())
-	if o := h.orders[gone.ID]; o != nil {
-		over = o.takeAll()
-		delete(h.orders, gone.ID)
-	}
+	s.takeAll(&over)
 	for g := range h.guests {
-		g.tells = append(g.tells, gone)
+		g.tells = append(g.tells, &link.Gone{Head: link.Head{ID: s.number}})
 	}
 	h.more.Broadcast()
 	h.mu.Unlock()
 	over.End(errTurn)
-}
-
-// order has the blocks of a session computed in the order that their calls say with the param
-// "order", a text SERIES.N: N begins with 0, and a block waits for all before it. Calls that a
-// client begins together would overtake each other else, and a module may have a state.
-type order struct {
-	series  string
-	next    uint64
-	waiting map[uint64]turn
 }
 
 // turn is a block that waits for those before it, for turnWait: it has memory.
@@ -116,29 +115,26 @@ func orderOf(text string) (series string, n uint64, err error) {
 func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
 	p := w.Program.(*program)
 	queue := &h.lines[min(p.model, 1)]
-	if p.series == "" || p.session == 0 {
+	s := p.session
+	if p.series == "" || s == nil || p.life.Err() != nil {
 		queue.Push(w)
 		return over
 	}
-	o := h.orders[p.session]
-	if o == nil || o.series != p.series {
-		if o != nil {
-			over = o.takeAll()
-		}
-		o = &order{series: p.series, waiting: make(map[uint64]turn)}
-		h.orders[p.session] = o
+	if s.series != p.series {
+		s.takeAll(&over)
+		*s = session{number: s.number, series: p.series, waiting: make(map[uint64]turn)}
 	}
-	if _, taken := o.waiting[p.turn]; taken {
+	if _, taken := s.waiting[p.turn]; taken {
 		over.Push(w)
 		return over
 	}
-	if p.turn > o.next {
-		o.waiting[p.turn] = turn{w, time.AfterFunc(h.cfg.turn, func() { h.late(o, p.turn, w) })}
+	if p.turn > s.next {
+		s.waiting[p.turn] = turn{w, time.AfterFunc(h.cfg.turn, func() { h.late(s, p.turn, w) })}
 		return over
 	}
 	queue.Push(w)
-	for o.next = max(o.next, p.turn+1); ; o.next++ {
-		next := o.take(o.next)
+	for s.next = max(s.next, p.turn+1); ; s.next++ {
+		next := s.take(s.next)
 		if next == nil {
 			return over
 		}
@@ -147,29 +143,28 @@ func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
 }
 
 // take takes the block of a turn out, nil if none waits; mu is held.
-func (o *order) take(n uint64) *blocks.Work {
-	t, waits := o.waiting[n]
+func (s *session) take(n uint64) *blocks.Work {
+	t, waits := s.waiting[n]
 	if waits {
 		t.late.Stop()
-		delete(o.waiting, n)
+		delete(s.waiting, n)
 	}
 	return t.Work
 }
 
-// takeAll takes all blocks out that wait; mu is held.
-func (o *order) takeAll() (taken blocks.Queue) {
-	for n := range o.waiting {
-		taken.Push(o.take(n))
+// takeAll moves all blocks that wait to a queue; mu is held.
+func (s *session) takeAll(to *blocks.Queue) {
+	for n := range s.waiting {
+		to.Push(s.take(n))
 	}
-	return taken
 }
 
 // late ends a block that has waited for too long.
-func (h *Host) late(o *order, n uint64, w *blocks.Work) {
+func (h *Host) late(s *session, n uint64, w *blocks.Work) {
 	h.mu.Lock()
-	waits := o.waiting[n].Work == w
+	waits := s.waiting[n].Work == w
 	if waits {
-		o.take(n)
+		s.take(n)
 	}
 	h.mu.Unlock()
 	if waits {
@@ -177,32 +172,15 @@ func (h *Host) late(o *order, n uint64, w *blocks.Work) {
 	}
 }
 
-// take takes the blocks of a run out that no process has begun; mu is held.
-func (h *Host) take(run context.Context) (taken blocks.Queue) {
-	for i := range h.lines {
-		some := h.lines[i].Take(run)
-		taken.Append(&some)
-	}
-	for _, o := range h.orders {
-		for n, t := range o.waiting {
-			if t.Context() == run {
-				taken.Push(o.take(n))
-			}
-		}
-	}
-	return taken
-}
-
 // takeAll takes all blocks out that no process has begun; mu is held.
 func (h *Host) takeAll() (taken blocks.Queue) {
 	for i := range h.lines {
 		taken.Append(&h.lines[i])
 	}
-	for _, o := range h.orders {
-		some := o.takeAll()
-		taken.Append(&some)
+	for _, s := range h.sessions {
+		s.takeAll(&taken)
+		s.series = "" // another process begins anew
 	}
-	clear(h.orders)
 	return taken
 }
 

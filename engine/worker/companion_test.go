@@ -229,7 +229,7 @@ func TestCallsOfASeriesRunInTheirOrder(t *testing.T) {
 			tr.host.mu.Lock()
 			defer tr.host.mu.Unlock()
 			count := tr.host.lines[1].Len()
-			for _, o := range tr.host.orders {
+			for _, o := range tr.host.sessions {
 				count += len(o.waiting)
 			}
 			return count == n

@@ -313,8 +313,7 @@ func (g *guest) next(wait bool) *flight {
 		}
 		if h.info.Stateful && p.owner == nil {
 			p.owner = g
-			rest := h.lines[0].Take(w.Context())
-			g.queue.Append(&rest)
+			h.lines[0].Take(w.Context(), &g.queue)
 		}
 		g.begun = append(g.begun, w)
 		f := &flight{id: h.blockIDs.Add(1), work: w}

@@ -21,8 +21,8 @@ type program struct {
 	model int // 0, or the number of a companion
 	info  engine.Info
 	life  context.Context // of the caller's session, nil without one
-	// session has the number of that; series and turn are its place in an order, if it has one.
-	session uint64
+	// session is that; series and turn are its place in an order, if it has one.
+	session *session
 	series  string
 	turn    uint64
 	call    string // its id
@@ -64,8 +64,9 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 	info := d.Info
 	p := &program{run: h.runIDs.Add(1), model: number, info: info, life: c.Lifetime, call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
-	p.session = h.session(c.Lifetime)
-	about.Session = p.session
+	if p.session = h.sessionOf(c.Lifetime); p.session != nil {
+		about.Session = p.session.number
+	}
 	for i, in := range c.Inputs {
 		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
 		if p.lead == nil && !info.Inputs[i].Whole {

@@ -119,8 +119,7 @@ type Host struct {
 	closed  bool
 	kept    kept // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
-	sessions    map[<-chan struct{}]uint64
-	orders      map[uint64]*order // by session
+	sessions    map[<-chan struct{}]*session
 	lastSession uint64
 }
 
@@ -133,7 +132,7 @@ func Start(c Config) (*Host, error) {
 		cfg: c, heap: heap, pool: slab.NewPool(2*c.MemoryBytes, heap),
 		budget:  slab.NewBudget("input memory of "+c.Name, c.MemoryBytes),
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
-		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]uint64), orders: make(map[uint64]*order),
+		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]*session),
 	}
 	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())
@@ -265,11 +264,20 @@ func (h *Host) Start(w *blocks.Work) {
 
 // Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
 func (h *Host) Cancel(run context.Context) {
+	var over blocks.Queue
 	h.mu.Lock()
-	over := h.take(run)
+	for i := range h.lines {
+		h.lines[i].Take(run, &over)
+	}
+	for _, s := range h.sessions {
+		for n, t := range s.waiting {
+			if t.Context() == run {
+				over.Push(s.take(n))
+			}
+		}
+	}
 	for g := range h.guests {
-		rest := g.queue.Take(run)
-		over.Append(&rest)
+		g.queue.Take(run, &over)
 	}
 	h.mu.Unlock()
 	over.End(nil)
