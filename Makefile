@@ -29,10 +29,10 @@ TRAINING_PYTHON = $(if $(TORCH_PYTHON),/usr/bin/python3,python3)
 LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
-.PHONY: help check checks test race invariants nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
+.PHONY: help check checks nightly test race nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
 	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke bench-dropins bench-dropins-smoke stress-python stress-python-smoke \
-	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
+	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke schedules fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^##/ { printf "\n%s\n", substr($$0, 4) } /^[a-z0-9-]+:.*## / { printf "  %-19s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -109,28 +109,39 @@ wheel-arm64: ## The same for arm64, with a static program
 
 ## Check (nothing in the tree is written)
 
-CHECKS := test race invariants nocgo cuda ptxas lint generated tidy-check examples grpcurl-check old-new bench-smoke bench-peers-smoke stress-smoke \
-	python python-examples lint-python bench-python-smoke bench-training-smoke bench-dropins-smoke stress-python-smoke
+# old-new is part of it when the wire contract differs from that of AGAINST.
+CHECKS = test race nocgo cuda ptxas lint generated tidy-check examples grpcurl-check \
+	$(shell git diff --quiet '$(AGAINST)' -- api testdata/vectors 2>/dev/null || echo old-new) \
+	bench-smoke bench-peers-smoke bench-python-smoke bench-training-smoke bench-dropins-smoke stress-smoke python python-examples lint-python
+
+# What takes longer than somebody waits for.
+NIGHTLY := old-new schedules bench-floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
 
 check: $(CHECKS) ## All of it, as CI does (default)
 
 checks: ## Name what check consists of
 	@echo $(CHECKS)
 
+nightly: $(NIGHTLY) ## What takes hours: old-new, random schedules, floods, every stress at full length, the mutants, 30 s of each fuzz target
+
+# Some tests wait, so more packages than processors are tested at a time.
 test: ## Every test, the committed fuzz corpora included; needs Go only
-	$(GO) test ./...
+	$(GO) test -p 4 ./...
 
-race: ## Every test under the race detector, including the scripts of the command
-	$(GO) test -race -timeout 20m ./...
+# The benchmarks are asked for behind -args, because with -bench of its own the go command tests one package
+# after the other. Vet is left to lint, which reads this build.
+race: ## Every test under the race detector with the invariant checks built in, and every Go benchmark once
+	$(GO) test -p 4 -vet=off -race -tags invariants -timeout 20m ./... -args -test.bench . -test.benchtime 1x
 
-invariants: ## Every test with the invariant checks built in
-	$(GO) test -tags invariants ./...
-
-nocgo: ## Every test without cgo
-	CGO_ENABLED=0 $(GO) test ./...
+# What differs without cgo: the CUDA engine is absent from whoever offers it, and memory is mapped and processes
+# start and end without a C library.
+nocgo: ## Build and vet everything without cgo, and test what differs
+	CGO_ENABLED=0 $(GO) build ./...
+	CGO_ENABLED=0 $(GO) vet ./...
+	CGO_ENABLED=0 $(GO) test ./engine/cuda/... ./internal/cli/... ./cmd/tensorferry ./internal/proc ./slab
 
 cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
-	$(GO) test -count 1 ./engine/cuda/...
+	$(GO) test ./engine/cuda/...
 	$(GO) test -count 1 ./engine/cuda/fakecuda -run AddressSanitizer -sanitize
 	$(GO) test -asan ./engine/cuda -run 'ReLUAndAffine|StackModelComputes|Fault|Lost|Hangs'
 
@@ -187,8 +198,7 @@ examples: ## Run every program below examples/ to its end, but relu, which has a
 grpcurl-check: ## List, describe and call a server with grpcurl, and what it prints
 	GO='$(GO)' ./tools/grpcurl-check
 
-bench-smoke: ## Run every Go benchmark once, and every part of tensorferry bench and bench-against briefly
-	$(GO) test -run '^$$' -bench . -benchtime 1x ./...
+bench-smoke: ## Run every part of tensorferry bench and bench-against briefly
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
 	cd bench && $(GO) run . -quick -machine && $(GO) run . -quick -against '$(AGAINST)'
@@ -222,6 +232,10 @@ fuzz: ## Fuzz each target for FUZZTIME=30s (FUZZ=regexp and PKG=./path choose)
 	@set -e; $(GO) test -list '^Fuzz' $(PKG) | awk '/^Fuzz/ { t[n++] = $$1 } /^ok/ { for (i = 0; i < n; i++) print t[i], $$2; n = 0 }' | \
 		grep -E -- '$(FUZZ)' | while read -r target pkg; do \
 		(set -x; $(GO) test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 20x "$$pkg"); done
+
+schedules: ## Run a million random schedules of sessions, and 20 000 of connections that wait
+	$(GO) test -tags invariants ./stream -count=1 -timeout 60m -run RandomSchedules -schedules 1000000
+	$(GO) test -tags invariants ./internal/inbound -count=1 -timeout 60m -run PausedConnections -schedules 20000
 
 fuzz-1m: ## Fuzz each target for a million executions
 	@$(MAKE) --no-print-directory fuzz FUZZTIME=1000000x
