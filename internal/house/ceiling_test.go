@@ -169,7 +169,8 @@ func words(t *testing.T) (n int) {
 	return n
 }
 
-// programSize rounds up, so that the number changes rarely.
+// programSize rounds up, so that the number changes rarely. It builds as the tests are built: with
+// -trimpath all packages would be compiled once more, of the standard library, too.
 func programSize(t *testing.T) int {
 	path := filepath.Join(t.TempDir(), "tensorferry")
 	cmd := exec.CommandContext(t.Context(), "go", "build", "-o", path, program)
