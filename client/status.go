@@ -24,7 +24,7 @@ import (
 // Errors that callers can test for.
 var (
 	// ErrClosed is wrapped when the client or session was closed by its owner.
-	ErrClosed = errors.New("client: closed")
+	ErrClosed = errors.New("client: the session is closed")
 	// ErrDraining is wrapped when the server takes no new calls: open a session on another
 	// server, or later.
 	ErrDraining = reason.New(reason.Draining, "client: server is draining")

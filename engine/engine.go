@@ -23,7 +23,7 @@ var (
 	// ErrUnavailable is wrapped when an engine cannot run here or now.
 	ErrUnavailable = errors.New("engine: unavailable")
 	// ErrClosed is returned by a run or model that has been closed.
-	ErrClosed = errors.New("engine: closed")
+	ErrClosed = errors.New("engine: the model is closed")
 	// ErrInput is wrapped when a model does not take what a call offers; the
 	// text names the port, what is wanted and what was got.
 	ErrInput = errors.New("engine: input not accepted")

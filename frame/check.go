@@ -39,9 +39,9 @@ func (d *Desc) Check(chunkBytes uint32, tensorBytes int64) (tensor.Geometry, *Er
 	size, err := d.Bytes()
 	switch {
 	case errors.Is(err, tensor.ErrTooLarge):
-		return fail(reason.TooLarge, "%v", err)
+		return fail(reason.TooLarge, "%s", reason.Plain(err))
 	case err != nil:
-		return fail("INVALID_ARGUMENT", "%v", err)
+		return fail("INVALID_ARGUMENT", "%s", reason.Plain(err))
 	case uint64(size) != d.SizeBytes:
 		return fail("INVALID_ARGUMENT", "size_bytes is %d, but %v makes %d", d.SizeBytes, d.Desc, size)
 	case size > tensorBytes:
@@ -51,7 +51,7 @@ func (d *Desc) Check(chunkBytes uint32, tensorBytes int64) (tensor.Geometry, *Er
 	}
 	geo, err := tensor.NewGeometry(size, int64(d.ChunkBytes))
 	if err != nil { // too many chunks: the rest was checked
-		return fail(reason.TooLarge, "%v", err)
+		return fail(reason.TooLarge, "%s", reason.Plain(err))
 	}
 	if problem := d.CheckTexts(); problem != "" {
 		return fail("INVALID_ARGUMENT", "%s", problem)

@@ -18,7 +18,11 @@ import (
 	"weak"
 
 	"golang.org/x/net/http2"
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	spb "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
 
 	"github.com/tensorferry/tensorferry/reason"
 )
@@ -362,8 +366,10 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 	<-s.cores
 	if err != nil {
 		if after, plain := strings.CutPrefix(string(h.first), http2.ClientPreface); plain {
-			const unauthenticated = 16
-			refuse(raw, after, unauthenticated, "the server speaks TLS only; connect with the certificate of its authority", nil)
+			text := "the server speaks TLS only; connect with the certificate of its authority"
+			info, _ := anypb.New(&errdetails.ErrorInfo{Reason: string(reason.TLSRequired), Domain: reason.Domain})      // as a valid message,
+			details, _ := proto.Marshal(&spb.Status{Code: unauthenticated, Message: text, Details: []*anypb.Any{info}}) // neither fails
+			refuse(raw, after, unauthenticated, text, details)
 			err = errors.New("identity: the client does not speak TLS")
 		}
 		return nil, nil, err
@@ -409,6 +415,9 @@ func (h *handshaking) Close() error {
 	}
 	return h.Conn.Close()
 }
+
+// unauthenticated is gRPC's code of a caller who is not known.
+const unauthenticated = 16
 
 // certificates are those of one side, with the reasons for which the other one refuses them.
 type certificates struct {

@@ -7,6 +7,7 @@ package reason
 
 import (
 	"errors"
+	"regexp"
 	"strings"
 )
 
@@ -149,6 +150,45 @@ func Of(err error) Reason {
 		return e.Why()
 	}
 	return ""
+}
+
+// Plain returns what an error says to people: without the names of packages that errors begin
+// with, its own and those of errors that it wraps.
+func Plain(err error) string {
+	if own, ok := err.(interface{ Plain() string }); ok { //nolint:errorlint // what it is itself, before what it wraps
+		return own.Plain()
+	}
+	text, at := err.Error(), 0
+	pkg := name.FindString(text)
+	for i, inner := range wrapped(err) {
+		said := inner.Error()
+		begin := strings.Index(text[at:], said)
+		if begin < 0 {
+			continue
+		}
+		if begin += at; i == 0 && begin < len(pkg) {
+			pkg = "" // it is the inner one's
+		}
+		plain := Plain(inner)
+		text, at = text[:begin]+plain+text[begin+len(said):], begin+len(plain)
+	}
+	return strings.TrimPrefix(text, pkg)
+}
+
+// name matches the name of a package at the beginning of an error.
+var name = regexp.MustCompile(`^[a-z]+[0-9]*: `)
+
+// wrapped are the errors that one wraps, in their order.
+func wrapped(err error) []error {
+	switch e := err.(type) { //nolint:errorlint // as above
+	case interface{ Unwrap() []error }:
+		return e.Unwrap()
+	case interface{ Unwrap() error }:
+		if inner := e.Unwrap(); inner != nil {
+			return []error{inner}
+		}
+	}
+	return nil
 }
 
 // rows has the table's rows by their reasons.

@@ -8,10 +8,10 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
-	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -69,7 +69,7 @@ func (s *Server) take(a *slab.Account, n int64) error {
 		return nil
 	}
 	_, _, limit := s.cfg.Budget.Used()
-	why := serving.TryLater(frame.ResourceExhausted, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
+	why := serving.TryLater(reason.Memory, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
 	if n+spare > limit/2 { // and never will be
 		why.RetryMillis = 0
 		return why

@@ -292,7 +292,7 @@ func TestABadTensorOfAPushFailsAloneAndSaysWhy(t *testing.T) {
 		}), exhausted, []string{"33554433", "33554432"}},
 		"more than the store may hold": {desc(func(d *pb.TensorDesc) {
 			d.Shape, d.SizeBytes, d.ChunkBytes = []int64{16*mib + 1}, 16*mib+1, mib
-		}), exhausted, []string{"store: full", "16777216"}},
+		}), exhausted, []string{"the store is full", "16777216"}},
 		"no name":                       {desc(func(d *pb.TensorDesc) { d.Name = "" }), invalid, []string{"name", "empty"}},
 		"a name of 513 bytes":           {desc(func(d *pb.TensorDesc) { d.Name = strings.Repeat("n", 513) }), invalid, []string{"name", "512"}},
 		"a name of 60 KiB":              {desc(func(d *pb.TensorDesc) { d.Name = strings.Repeat("n", 60<<10) }), invalid, []string{"name", "512"}},

@@ -379,7 +379,7 @@ func TestAStoreThatIsFullSaysSoAndTakesMoreLater(t *testing.T) {
 	second.announce(b)
 	s := second.summary(b)
 	require.Equal(t, codes.ResourceExhausted, codes.Code(s.GetCode()))
-	saysWhy(t, s.GetMessage(), []string{"store: full", "needs 4096 bytes more than the 0 that are free", "try again"})
+	saysWhy(t, s.GetMessage(), []string{"the store is full", "needs 4096 bytes more than the 0 that are free", "try again"})
 	require.Positive(t, s.GetRetryAfterMillis())
 	first.deliver(a, 0)
 	first.stored(a)

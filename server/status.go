@@ -5,7 +5,6 @@ import (
 	"errors"
 	"log/slog"
 	"net"
-	"strings"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -13,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
@@ -23,6 +23,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/terms"
 )
 
@@ -32,12 +33,12 @@ var (
 	// errUnknownService is gRPC's answer for a name whose health is not known.
 	errUnknownService = status.Error(codes.NotFound, "unknown service")
 	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
-	errReceived = serving.TryLater(frame.ResourceExhausted, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
+	errReceived = serving.TryLater(reason.Memory, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
 
 // full tells the client of a connection beyond the limit so.
 func full(most int) func(net.Conn) {
-	st := status.Convert(statusOf(serving.TryLater(frame.Unavailable, "overload: all %d connections that the server takes are open; try again later", most)))
+	st := status.Convert(statusOf(serving.TryLater(reason.Connections, "overload: all %d connections that the server takes are open; try again later", most)))
 	details, _ := proto.Marshal(st.Proto()) // it is a valid message
 	return func(conn net.Conn) { identity.Refuse(conn, uint32(st.Code()), st.Message(), details) }
 }
@@ -88,7 +89,7 @@ func errUnauthenticated(why error) error {
 	if _, known := errors.AsType[*terms.RefusedError](why); known { // but must not send RPCs
 		return statusOf(why)
 	}
-	return status.Error(codes.Unauthenticated, wire.Text(strings.TrimPrefix(why.Error(), "identity: ")))
+	return statusOf(&terms.RefusedError{Code: frame.Code(codes.Unauthenticated), Reason: reason.Of(why), Text: wire.Text(reason.Plain(why))})
 }
 
 // endWith ends an RPC whose handler may wait for a message: gRPC has no other way to say
@@ -147,10 +148,10 @@ func statusOf(err error) error {
 	case err == nil, errors.Is(err, session.ErrPeerClosed), errors.Is(err, serving.ErrServed):
 		return nil
 	case errors.As(err, &broken):
-		return status.Error(codes.Code(broken.Code), broken.Text)
+		refused = &terms.RefusedError{Code: broken.Code, Reason: broken.Reason, Text: broken.Text}
 	case errors.As(err, &refused):
 	case errors.Is(err, serving.ErrShutdown):
-		refused = serving.TryLater(frame.Unavailable, "server is shutting down")
+		refused = serving.TryLater(reason.ShuttingDown, "server is shutting down")
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return status.FromContextError(err).Err()
 	default:
@@ -159,12 +160,16 @@ func statusOf(err error) error {
 		}
 		return errInternal
 	}
-	st := status.New(codes.Code(refused.Code), refused.Text)
+	var details []protoadapt.MessageV1
 	if refused.RetryMillis > 0 {
-		delay := durationpb.New(time.Duration(refused.RetryMillis) * time.Millisecond)
-		if with, err := st.WithDetails(&errdetails.RetryInfo{RetryDelay: delay}); err == nil {
-			st = with
-		}
+		details = append(details, &errdetails.RetryInfo{RetryDelay: durationpb.New(time.Duration(refused.RetryMillis) * time.Millisecond)})
+	}
+	if refused.Reason != "" {
+		details = append(details, &errdetails.ErrorInfo{Reason: string(refused.Reason), Domain: reason.Domain})
+	}
+	st := status.New(codes.Code(refused.Code), refused.Text)
+	if with, err := st.WithDetails(details...); err == nil {
+		st = with
 	}
 	return st.Err()
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -36,7 +37,7 @@ func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTe
 func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreamingServer[pb.Frame]) error {
 	p, err := wire.ReadPull(req)
 	if err != nil {
-		return frame.Errorf(frame.InvalidArgument, "%v", err)
+		return frame.Because("INVALID_ARGUMENT", "%s", reason.Plain(err))
 	}
 	req.Reset() // it takes more memory
 	rpc := rpcOf(conn.Context()).received
@@ -63,7 +64,7 @@ func (s *Server) ListTensors(ctx context.Context, req *pb.ListTensorsRequest) (*
 	}
 	if glob := req.GetGlob(); glob != "" { // a longer glob matches no name, but costs time
 		if err := store.CheckName(glob); err != nil {
-			return nil, frame.Errorf(frame.InvalidArgument, "glob: %v", err)
+			return nil, frame.Because(reason.BadName, "glob: %s", reason.Plain(err))
 		}
 	}
 	if err := s.may(ctx, VerbList, cmp.Or(req.GetGlob(), "**"), 0); err != nil && !errors.Is(err, store.ErrNotFound) {
@@ -119,7 +120,7 @@ func (s *Server) DeleteTensors(ctx context.Context, req *pb.DeleteTensorsRequest
 	seen := make(map[string]struct{}) // so that overlapping globs count a tensor once
 	for i, name := range req.GetNames() {
 		if err := store.CheckName(name); err != nil {
-			return nil, frame.Errorf(frame.InvalidArgument, "names[%d]: %v", i, err)
+			return nil, frame.Because(reason.BadName, "names[%d]: %s", i, reason.Plain(err))
 		}
 		for found, err := range s.match(ctx, name) {
 			if err != nil {

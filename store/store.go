@@ -33,9 +33,13 @@ var (
 	// ErrGlob is wrapped when a glob is malformed or too long.
 	ErrGlob = glob.ErrPattern
 	// ErrFull is wrapped when there is no room for a tensor.
-	ErrFull = errors.New("store: full")
+	ErrFull = errors.New("store: the store is full")
+	// ErrTooSmall is wrapped, too, when there will never be room for it.
+	ErrTooSmall = fmt.Errorf("store: %w", tensor.ErrTooLarge)
+	// ErrDiskFull is wrapped, too, when the disk is full.
+	ErrDiskFull = errors.New("store: not enough disk space")
 	// ErrNotFound is wrapped when no tensor, or no source, has a name.
-	ErrNotFound = errors.New("store: not found")
+	ErrNotFound = errors.New("store: not in the store")
 	// ErrExists is wrapped when a name is taken by something that cannot be replaced.
 	ErrExists = errors.New("store: name is taken")
 	// ErrPart is wrapped when the tensor to be deleted is part of a file.
@@ -53,9 +57,9 @@ var (
 	// ErrUnavailable is wrapped when a store fails temporarily, for example because another
 	// machine does not answer. In this package only a Folder whose folder was removed or
 	// replaced returns it. A server tells its peers to retry; the text goes to its log.
-	ErrUnavailable = errors.New("store: unavailable")
+	ErrUnavailable = errors.New("store: the store is unavailable")
 	// ErrClosed is returned when the store has been closed.
-	ErrClosed = errors.New("store: closed")
+	ErrClosed = errors.New("store: the store is closed")
 )
 
 // Info is what a store knows about a tensor without reading its bytes.

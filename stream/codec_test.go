@@ -67,7 +67,7 @@ func TestABadChunkInACodecFailsItsTensorAndTheSessionLives(t *testing.T) {
 		"no number of the wire":   {codec.All(), 255, good.Data[0], "is encoded in codec 255, which the hello"},
 		"as long as its place":    {codec.All(), 1, data, "has 64 bytes of lz4, its place has 64"},
 		"empty":                   {codec.All(), 1, nil, "has 0 bytes of lz4"},
-		"cut short":               {codec.All(), 1, good.Data[0], "chunk 1: codec: payload does not decode"},
+		"cut short":               {codec.All(), 1, good.Data[0], "chunk 1: payload does not decode"},
 		"as it is, but too short": {codec.All(), 0, data[:63], "has 63 bytes, its place has 64"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
@@ -169,7 +170,7 @@ func (m *Machine) descPart(now Instant, p *frame.Desc) {
 func (m *Machine) ackPart(now Instant, t *out, p frame.Ack) {
 	news, err := m.out.Acknowledge(now, &t.Out, p)
 	if err != nil {
-		m.lose(t, frame.Errorf(frame.InvalidArgument, "tensor %s: %v", p.Tensor, err))
+		m.lose(t, frame.Errorf(frame.InvalidArgument, "tensor %s: %s", p.Tensor, reason.Plain(err)))
 		return
 	}
 	if news { // an acknowledgement without news is not progress

@@ -67,6 +67,9 @@ type Event struct {
 	filled bool
 }
 
+// Why returns why EventStop, EventClosed or EventFailed happened.
+func (e *Event) Why() *frame.Error { return &frame.Error{Code: e.Code, Text: e.Text, Reason: e.Reason} }
+
 // shared is the state common to calls, sender and receiver.
 type shared struct {
 	cfg      Config      // Limits with defaults applied; Session and Check as agreed

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/internal/lifecycle"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -140,7 +141,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 	place, err := t.Asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
 	switch {
 	case err != nil:
-		return bad("%v", err)
+		return bad("%s", reason.Plain(err))
 	case !place:
 		m.stats.Duplicate++
 		m.in.WantAck(now, &t.In, true) // the peer sent it again: it may have missed an ack
@@ -182,9 +183,9 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 	}
 	switch {
 	case errors.Is(err, codec.ErrDecode), errors.Is(err, assembler.ErrConflict): // it arrived as it was sent
-		return frame.Errorf(frame.InvalidArgument, "tensor %s: %v", t.Desc.Tensor, err)
+		return frame.Errorf(frame.InvalidArgument, "tensor %s: %s", t.Desc.Tensor, reason.Plain(err))
 	case err != nil:
-		return frame.Errorf(frame.DataLoss, "tensor %s: %v", t.Desc.Tensor, err)
+		return frame.Errorf(frame.DataLoss, "tensor %s: %s", t.Desc.Tensor, reason.Plain(err))
 	case !ok:
 		r.stats.Corrupt++
 		switch {

@@ -26,7 +26,7 @@ var (
 	// ErrShape is wrapped when a shape is malformed or does not fit its bytes.
 	ErrShape = errors.New("tensor: bad shape")
 	// ErrTooLarge is wrapped when a size passes what 64 bits or a limit allow.
-	ErrTooLarge = errors.New("tensor: too large")
+	ErrTooLarge = errors.New("tensor: the tensor is too large")
 )
 
 // ID names one tensor or one call: 16 bytes, a UUIDv7 when made by this module.

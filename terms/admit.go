@@ -21,6 +21,16 @@ type RefusedError struct {
 // Error returns the text.
 func (r *RefusedError) Error() string { return "server: " + r.Text }
 
+// Done returns how a call ends that is refused so.
+func (r *RefusedError) Done() frame.Done {
+	return frame.Done{Code: r.Code, Message: r.Text, RetryAfterMillis: r.RetryMillis, Reason: r.Reason}
+}
+
+// RefusedBy returns the refusal with which a call ended.
+func RefusedBy(d *frame.Done) *RefusedError {
+	return &RefusedError{Code: d.Code, Reason: d.Reason, Text: d.Message, RetryMillis: d.RetryAfterMillis}
+}
+
 // Load is what a session has open when its peer asks for more.
 type Load struct {
 	Draining  bool  // this side opens nothing new

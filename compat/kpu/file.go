@@ -8,6 +8,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/kpu/torch/server"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/torchsave"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -31,7 +32,7 @@ type file struct {
 // begin begins the file, of most chunks.
 func (f *file) begin(most int64) (err error) {
 	if f.parts, err = torchsave.Bare(f.desc); err != nil {
-		return frame.Errorf(frame.FailedPrecondition, "%v", err)
+		return frame.Errorf(frame.FailedPrecondition, "%s", reason.Plain(err))
 	}
 	f.size = f.parts.Size()
 	if f.total = (f.size + f.step - 1) / f.step; f.total > most {

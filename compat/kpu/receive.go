@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/background"
 	"github.com/tensorferry/tensorferry/internal/torchsave"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -218,5 +219,5 @@ func refused(err error) error {
 	if errors.Is(err, tensor.ErrTooLarge) {
 		code = frame.ResourceExhausted
 	}
-	return frame.Errorf(code, "%v", err)
+	return frame.Errorf(code, "%s", reason.Plain(err))
 }

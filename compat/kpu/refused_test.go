@@ -86,7 +86,7 @@ func TestFilesOfTorchComeBackDense(t *testing.T) {
 			for _, size := range []int{100, mib} {
 				list := chunksOf("a", []byte(g.File), size)
 				if g.Refused != nil || len(g.Tensors) != 1 {
-					f.fails(t, codes.InvalidArgument, "tensorfile: ", list...)
+					f.fails(t, codes.InvalidArgument, "not supported: torch: ", list...)
 					continue
 				}
 				if n, err := g.Tensors[0].Shape.Elements(); err == nil && n > mib {
@@ -121,7 +121,7 @@ func TestADamagedFileIsRefused(t *testing.T) {
 			if len(list) == 0 {
 				list = []*pb.TensorChunk{{TensorId: "a", TotalChunks: 1}}
 			}
-			f.fails(t, codes.InvalidArgument, "tensorfile: ", list...)
+			f.fails(t, codes.InvalidArgument, "malformed: torch: ", list...)
 		})
 	}
 }
@@ -144,7 +144,7 @@ func TestChunksThatMakeNoSenseAreRefused(t *testing.T) {
 		"another total":       {[]*pb.TensorChunk{list[0], other(list[1], func(c *pb.TensorChunk) { c.TotalChunks = 4 })}, "was 3"},
 		"other bytes":         {[]*pb.TensorChunk{list[0], other(list[0], func(c *pb.TensorChunk) { c.Data = []byte{1} })}, "other bytes"},
 		"other bytes, later":  {[]*pb.TensorChunk{list[2], other(list[2], func(c *pb.TensorChunk) { c.Data = nil })}, "other bytes"},
-		"a fault after a gap": {[]*pb.TensorChunk{list[1], other(list[0], func(c *pb.TensorChunk) { c.Data = []byte("x") }), list[2]}, "tensorfile: "},
+		"a fault after a gap": {[]*pb.TensorChunk{list[1], other(list[0], func(c *pb.TensorChunk) { c.Data = []byte("x") }), list[2]}, "malformed: torch: "},
 	} {
 		t.Run(name, func(t *testing.T) { f.fails(t, codes.InvalidArgument, tc.says, tc.list...) })
 	}

@@ -81,15 +81,15 @@ var layers = map[string][]string{
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
 	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
-	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "slab", "stream", "tensor", "terms"},
+	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "reason", "slab", "stream", "tensor", "terms"},
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
 	"internal/guard":   {"internal/admission"},
-	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "slab", "store", "stream", "tensor", "terms"},
+	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "reason", "slab", "store", "stream", "tensor", "terms"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "slab", "store", "stream", "tensor", "terms"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "reason", "slab", "store", "stream", "tensor", "terms"},
 
-	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "server", "slab", "tensor", "terms"},
+	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "reason", "server", "slab", "tensor", "terms"},
 	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor", "terms"},
 
 	"internal/cli/display":  {"tensor"},

@@ -381,7 +381,7 @@ func (c *call) finish(d frame.Done, err error) {
 		c.session.Failed(c.id, c.model, why.Code, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
-		d.Call, d.Code, d.Message, d.RetryAfterMillis = c.id, why.Code, why.Text, why.RetryMillis
+		d.Call, d.Code, d.Message, d.RetryAfterMillis, d.Reason = c.id, why.Code, why.Text, why.RetryMillis, why.Reason
 		m.Finish(d)
 	})
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/metrics"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/terms"
@@ -112,7 +113,7 @@ func New(cfg Config) *Core {
 // Enter admits one more of a kind, or returns a *terms.RefusedError. Leave must follow.
 func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
 	if !c.Gates.Enter(k, from) {
-		return TryLater(frame.ResourceExhausted, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
+		return TryLater(reason.Open, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
 	}
 	return nil
 }

@@ -81,7 +81,7 @@ func TestTheFirstRuleThatFitsSaysWhatACallerIsTold(t *testing.T) {
 		"a device that is lost":          {engine.ErrUnavailable, frame.Unavailable, true, false},
 		"a model's own failure":          {fmt.Errorf("%w: %w", engine.ErrModel, secret), frame.Internal, false, true},
 		"what nobody expected":           {secret, frame.Internal, false, true},
-		"what says itself what it is":    {TryLater(frame.Aborted, "later"), frame.Aborted, true, false},
+		"what says itself what it is":    {TryLater("ABORTED", "later"), frame.Aborted, true, false},
 		"a peer that broke the protocol": {frame.Errorf(frame.InvalidArgument, "no"), frame.InvalidArgument, false, false},
 	} {
 		t.Run(name, func(t *testing.T) {

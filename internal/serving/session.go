@@ -11,6 +11,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -188,7 +189,7 @@ type input struct {
 func (s *Session) Received(m *stream.Machine) {
 	n := m.Retained()
 	if n != s.retained && !s.conn.Take(int64(n)) {
-		s.Stop(TryLater(frame.ResourceExhausted, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later"))
+		s.Stop(TryLater(reason.Memory, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later"))
 	}
 	s.retained = n
 }
@@ -296,7 +297,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, error) {
 	n := slab.PagesOf(geo.Size)
 	if !s.allowance.Take(n) { // it is promised: never
-		return nil, TryLater(frame.ResourceExhausted, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
+		return nil, TryLater(reason.Memory, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
 	}
 	return s.allowance.Get(s.core.Pool, int(geo.Size), n)
 }
@@ -304,5 +305,7 @@ func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, error) {
 // refuse ends a call that has not begun to compute; the session is locked.
 func (c *call) refuse(m *stream.Machine, err error) {
 	why := ExplainCall(err)
-	m.Finish(frame.Done{Call: c.id, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis, Refused: true})
+	d := why.Done()
+	d.Call, d.Refused = c.id, true
+	m.Finish(d)
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
@@ -17,20 +18,20 @@ import (
 var errMemory = errors.New("serving: no room in the memory budget")
 
 // errDraining refuses new work while the server drains.
-var errDraining error = TryLater(frame.Unavailable, "server is draining; use another one, or try again later")
+var errDraining error = TryLater(reason.Draining, "server is draining; use another one, or try again later")
 
 // TryLater returns a refusal that may not recur later.
-func TryLater(code frame.Code, format string, args ...any) *terms.RefusedError {
-	return &terms.RefusedError{Code: code, Text: fmt.Sprintf(format, args...), RetryMillis: retryMillis}
+func TryLater(why reason.Reason, format string, args ...any) *terms.RefusedError {
+	e := frame.Because(why, format, args...)
+	return &terms.RefusedError{Code: e.Code, Reason: e.Reason, Text: e.Text, RetryMillis: retryMillis}
 }
 
 // Rule says what a caller is told about an error.
 type Rule struct {
 	Err    error
-	Code   frame.Code
-	Text   string // "" means the error's own text
-	Retry  bool
-	Secret bool // the cause belongs in the log
+	Why    reason.Reason // which has the code, and says whether to try again later
+	Text   string        // "" means the error's own text
+	Secret bool          // the cause belongs in the log
 }
 
 // Explain returns what the caller is told about an error, by the first rule that matches. A
@@ -41,15 +42,15 @@ func Explain(err error, rules []Rule) *terms.RefusedError {
 		return own
 	}
 	if broken, ok := errors.AsType[*frame.Error](err); ok {
-		return &terms.RefusedError{Code: broken.Code, Text: broken.Text}
+		return &terms.RefusedError{Code: broken.Code, Reason: broken.Reason, Text: broken.Text}
 	}
 	for _, r := range rules {
 		if !errors.Is(err, r.Err) {
 			continue
 		}
-		why := &terms.RefusedError{Code: r.Code, Text: cmp.Or(r.Text, err.Error()), Secret: r.Secret}
-		if r.Retry {
-			why.RetryMillis = retryMillis
+		why := TryLater(r.Why, "%s", cmp.Or(r.Text, reason.Plain(err)))
+		if why.Secret = r.Secret; !reason.Find(r.Why, "").Retry {
+			why.RetryMillis = 0
 		}
 		return why
 	}
@@ -59,19 +60,19 @@ func Explain(err error, rules []Rule) *terms.RefusedError {
 // callRules are the rules for calls. The order matters: the cause that ended a call's
 // context outranks the errors it caused.
 var callRules = []Rule{
-	{Err: errMemory, Code: frame.ResourceExhausted, Retry: true},
-	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
-	{Err: ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
-	{Err: context.Canceled, Code: frame.Cancelled, Text: "call cancelled"},
-	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "the call's timeout has passed"},
-	{Err: engine.ErrNotFound, Code: frame.NotFound},
-	{Err: engine.ErrInput, Code: frame.FailedPrecondition},
-	{Err: engine.ErrParam, Code: frame.InvalidArgument},
-	{Err: engine.ErrPrecondition, Code: frame.FailedPrecondition},
-	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted}, // also of an input
-	{Err: errBinding, Code: frame.InvalidArgument},
-	{Err: slab.ErrBudget, Code: frame.ResourceExhausted},
-	{Err: engine.ErrUnavailable, Code: frame.Unavailable, Retry: true},
+	{Err: errMemory, Why: reason.Memory},
+	{Err: slab.ErrMemory, Why: reason.Memory},
+	{Err: ErrShutdown, Why: reason.ShuttingDown, Text: "server is shutting down"},
+	{Err: context.Canceled, Why: "CANCELLED", Text: "call cancelled"},
+	{Err: context.DeadlineExceeded, Why: reason.CallTimeout, Text: "the call's timeout has passed"},
+	{Err: engine.ErrNotFound, Why: reason.ModelNotFound},
+	{Err: engine.ErrInput, Why: reason.ModelInput},
+	{Err: engine.ErrParam, Why: reason.ModelParam},
+	{Err: engine.ErrPrecondition, Why: reason.ModelState},
+	{Err: tensor.ErrTooLarge, Why: reason.TooLarge}, // also of an input
+	{Err: errBinding, Why: reason.ModelPorts},
+	{Err: slab.ErrBudget, Why: reason.Budget},
+	{Err: engine.ErrUnavailable, Why: reason.ModelUnavailable},
 }
 
 // ExplainCall returns what the caller is told about the error of a call. The log has all of
@@ -80,8 +81,11 @@ func ExplainCall(err error) *terms.RefusedError {
 	why := Explain(err, callRules)
 	var public engine.PublicError
 	var panicked *engine.PanicError
+	if !why.Secret || !errors.Is(err, engine.ErrModel) {
+		return why
+	}
+	why.Reason = reason.ModelFailed
 	switch {
-	case !why.Secret || !errors.Is(err, engine.ErrModel):
 	case errors.As(err, &public):
 		why.Text = "model failed: " + public.Public()
 	case errors.As(err, &panicked):

@@ -16,6 +16,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -58,7 +59,7 @@ func check(list []frame.Selection) *frame.Error {
 	for i := range list {
 		sel := &list[i]
 		if err := store.CheckName(sel.Name); err != nil {
-			return refuse("selections[%d]: %v", i, err)
+			return refuse("selections[%d]: %s", i, reason.Plain(err))
 		}
 		if problem := frame.CheckEntries("params", sel.Params); problem != "" {
 			return refuse("selections[%d]: %s", i, problem)
@@ -93,7 +94,7 @@ func (s *Service) takeSelections(list []frame.Selection) (*slab.Account, error) 
 		return listed, nil
 	}
 	_, _, limit := s.Budget.Used()
-	return nil, serving.TryLater(frame.ResourceExhausted, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
+	return nil, serving.TryLater(reason.Memory, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
 		"select less, hold fewer ranges, or try again later", bytes, limit)
 }
 
@@ -102,7 +103,7 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventFailed:
 		if _, sending := g.sizes[e.Tensor]; sending {
-			g.lost[e.Tensor] = &frame.Error{Code: e.Code, Text: e.Text}
+			g.lost[e.Tensor] = e.Why()
 		} else if e.Code == frame.DataLoss { // it was sent whole
 			g.service.damages.Add(1)
 			g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
@@ -118,7 +119,7 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		delete(g.lost, e.Tensor)
 		g.news.Tell()
 	case stream.EventStop:
-		g.cancel(&frame.Error{Code: e.Code, Text: e.Text})
+		g.cancel(e.Why())
 	case stream.EventClosed:
 		g.closed(e)
 		close(g.ended)
@@ -138,8 +139,7 @@ func (g *get) run() {
 	err := g.service.protect(g.send)
 	var d frame.Done
 	if err != nil {
-		why := g.service.Explain(err, slog.String("pull", g.id.String()))
-		d.Code, d.Message, d.RetryAfterMillis = why.Code, why.Text, why.RetryMillis
+		d = g.service.Explain(err, slog.String("pull", g.id.String())).Done()
 	}
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
 	<-g.ended // nothing is shared any more
@@ -217,7 +217,7 @@ func (g *get) pick() error {
 			return err
 		}
 	}
-	late := serving.TryLater(frame.ResourceExhausted, "selections: sets replace what they select faster than it can be opened; select less, or try again later")
+	late := serving.TryLater("RESOURCE_EXHAUSTED", "selections: sets replace what they select faster than it can be opened; select less, or try again later")
 	ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, late)
 	defer cancel()
 	for ok {
@@ -334,7 +334,7 @@ func (g *get) add(p picked) error {
 		}
 		p.kept = int64(pickedBytes + len(p.name))
 		if !g.memory.Take(p.kept) {
-			return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this pull selects; select less, or try again later")
+			return serving.TryLater(reason.Memory, "memory: not enough to keep what this pull selects; select less, or try again later")
 		}
 	}
 	g.all = append(g.all, p)
@@ -379,7 +379,7 @@ func (g *get) reopen(p *picked) (r store.Reader, err error) {
 	}
 	if now := r.Info(); !now.Stored.Equal(p.was.Stored) || now.Digest != p.was.Digest {
 		r.Release()
-		return nil, frame.Errorf(frame.Aborted, "tensor %q was replaced since the pull began; pull again", p.name)
+		return nil, frame.Because(reason.TensorReplaced, "tensor %q was replaced since the pull began; pull again", p.name)
 	}
 	return r, nil
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
@@ -39,7 +40,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 	case p.done == nil && !errors.Is(cause, serving.ErrServed):
 		return cause
 	case p.done != nil && p.done.Code != frame.OK:
-		return &terms.RefusedError{Code: p.done.Code, Text: p.done.Message, RetryMillis: p.done.RetryAfterMillis}
+		return terms.RefusedBy(p.done)
 	}
 	ended := make(chan error, 1)
 	list := p.summaries
@@ -144,7 +145,7 @@ func (p *pushConn) announced(d *frame.Desc) error {
 	p.open++
 	p.mu.Unlock()
 	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Conn.Take(kept + p.held.Load()) {
-		return serving.TryLater(frame.ResourceExhausted, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
+		return serving.TryLater(reason.Memory, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
 	}
 	return nil
 }
@@ -190,7 +191,7 @@ func (s *Service) Pull(from *admission.Caller, conn Conn, h *frame.Hello, list [
 	cause := sess.Serve(conn.Context(), p)
 	s.ended(sess, h.Session, cause)
 	if d := p.done.Load(); d != nil && d.Code != frame.OK {
-		return &terms.RefusedError{Code: d.Code, Text: d.Message, RetryMillis: d.RetryAfterMillis}
+		return terms.RefusedBy(d)
 	} else if d != nil {
 		return nil
 	}

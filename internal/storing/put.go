@@ -9,6 +9,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -16,7 +17,7 @@ import (
 )
 
 // ErrNoStore is returned for requests that need a store, on a server without one.
-var ErrNoStore = &frame.Error{Code: frame.FailedPrecondition, Text: "this server has no store; start one with --store"}
+var ErrNoStore = frame.Because(reason.NoStore, "this server has no store; start one with --store")
 
 // put is a client's upload into the store. Each tensor that is open has a goroutine, which
 // takes the next one after it, and ends with the call.
@@ -64,7 +65,7 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		in.whole = true
 		in.news.Tell()
 	case stream.EventFailed:
-		err := &frame.Error{Code: e.Code, Text: e.Text}
+		err := e.Why()
 		if in != nil {
 			in.cancel(err)
 			return
@@ -80,7 +81,7 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		p.ended = true
 		p.finishIfDone(m)
 	case stream.EventStop:
-		p.cancel(&frame.Error{Code: e.Code, Text: e.Text})
+		p.cancel(e.Why())
 	case stream.EventClosed:
 		p.closed(e)
 		if p.all && !p.summed { // what is ready of the set is not stored
@@ -166,7 +167,7 @@ func (in *incoming) slab(n int) (*slab.Slab, error) {
 		if in.memory.Held() > in.table {
 			return nil, slab.ErrBudget
 		}
-		defer s.Patience(in.cancel, serving.TryLater(frame.ResourceExhausted, "memory: none became free in time for a part of the tensor; try again later")).Stop()
+		defer s.Patience(in.cancel, serving.TryLater(reason.Memory, "memory: none became free in time for a part of the tensor; try again later")).Stop()
 		if err := in.memory.Wait(in.ctx, size); err != nil {
 			return nil, cmp.Or(context.Cause(in.ctx), err)
 		}
@@ -304,15 +305,15 @@ func (p *put) endTensor(m *stream.Machine, now stream.Instant, state *progress, 
 	p.open--
 	if p.all && sum.Code == frame.OK && p.ctx.Err() == nil { // otherwise abort has released what was charged
 		if !p.memory.Take(int64(pushedBytes + len(sum.Name))) {
-			sum.Code, sum.Message = frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
+			sum.Reason, sum.Code, sum.Message = reason.Memory, frame.ResourceExhausted, "memory: not enough for the names of so many tensors; put fewer at a time"
 		}
 		if len(p.set) > store.MaxSet {
 			sum.Code, sum.Message = frame.ResourceExhausted, fmt.Sprintf("the set has more than %d tensors; put fewer at a time", store.MaxSet)
 		}
 	}
 	if p.all && sum.Code != frame.OK && !p.summed { // else a desc came after the end
-		p.cancel(&frame.Error{Code: sum.Code, Text: sum.Message}) // before the end, which may have come, finishes
-		p.finish(m, frame.Done{Code: sum.Code, Message: "nothing of the set is stored: " + sum.Message, RetryAfterMillis: sum.RetryAfterMillis})
+		p.cancel(&frame.Error{Code: sum.Code, Text: sum.Message, Reason: sum.Reason}) // before the end, which may have come, finishes
+		p.finish(m, frame.Done{Code: sum.Code, Message: "nothing of the set is stored: " + sum.Message, RetryAfterMillis: sum.RetryAfterMillis, Reason: sum.Reason})
 		return
 	}
 	p.finishIfDone(m)
@@ -346,7 +347,7 @@ func (p *put) commit() {
 			what = "the set is stored, but may not protect a crash of the server: "
 		}
 		sum := p.failed(frame.Summary{}, err)
-		d.Code, d.Message, d.RetryAfterMillis = sum.Code, what+sum.Message, sum.RetryAfterMillis
+		d = frame.Done{Code: sum.Code, Message: what + sum.Message, RetryAfterMillis: sum.RetryAfterMillis, Reason: sum.Reason}
 	}
 	if err == nil || len(stored) > 0 {
 		p.service.log.stored(p.record)

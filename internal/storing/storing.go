@@ -20,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
@@ -129,7 +130,9 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 	}
 	if err != nil {
 		why := s.Explain(err)
-		m.Finish(frame.Done{Call: part.ID, Code: why.Code, Message: why.Text, RetryAfterMillis: why.RetryMillis})
+		d := why.Done()
+		d.Call = part.ID
+		m.Finish(d)
 		return nil
 	}
 	if part.Put != nil {
@@ -196,7 +199,7 @@ func (t *task) recordEnd(code frame.Code, text string) {
 // failed returns the Summary of a tensor that failed.
 func (t *task) failed(sum frame.Summary, err error) frame.Summary {
 	why := t.service.explainTensor(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
-	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis = codec.Digest{}, why.Code, why.Text, why.RetryMillis
+	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis, sum.Reason = codec.Digest{}, why.Code, why.Text, why.RetryMillis, why.Reason
 	return sum
 }
 
@@ -244,31 +247,33 @@ const outOfFiles = "the server has no file descriptors left; try again later"
 
 // rules say what a client is told about an error of a store, a source or a transfer.
 var rules = []serving.Rule{
-	{Err: store.ErrNotFound, Code: frame.NotFound},
-	{Err: slab.ErrBudget, Code: frame.ResourceExhausted}, // first: the error may also wrap one about the request
-	{Err: tensor.ErrTooLarge, Code: frame.ResourceExhausted},
-	{Err: store.ErrName, Code: frame.InvalidArgument},
-	{Err: store.ErrMetadata, Code: frame.InvalidArgument},
-	{Err: store.ErrGlob, Code: frame.InvalidArgument},
-	{Err: store.ErrParams, Code: frame.InvalidArgument},
-	{Err: tensor.ErrShape, Code: frame.InvalidArgument},
-	{Err: tensor.ErrDataType, Code: frame.InvalidArgument},
-	{Err: codec.ErrDecode, Code: frame.InvalidArgument},
-	{Err: store.ErrFull, Code: frame.ResourceExhausted, Retry: true},
-	{Err: slab.ErrMemory, Code: frame.ResourceExhausted, Retry: true},
-	{Err: store.ErrExists, Code: frame.AlreadyExists},
-	{Err: store.ErrPart, Code: frame.FailedPrecondition},
-	{Err: store.ErrReadOnly, Code: frame.FailedPrecondition},
-	{Err: store.ErrUnwritable, Code: frame.FailedPrecondition, Text: "the server's store cannot be written; its log says why", Secret: true},
-	{Err: fault.ErrVanished, Code: frame.DataLoss},
-	{Err: store.ErrClosed, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
-	{Err: serving.ErrShutdown, Code: frame.Unavailable, Text: "server is shutting down", Retry: true},
+	{Err: store.ErrNotFound, Why: reason.TensorNotFound},
+	{Err: store.ErrTooSmall, Why: reason.StoreTooSmall},
+	{Err: store.ErrDiskFull, Why: reason.DiskFull},
+	{Err: slab.ErrBudget, Why: reason.Budget}, // first: the error may also wrap one about the request
+	{Err: tensor.ErrTooLarge, Why: reason.TooLarge},
+	{Err: store.ErrName, Why: reason.BadName},
+	{Err: store.ErrMetadata, Why: reason.BadName},
+	{Err: store.ErrGlob, Why: reason.BadName},
+	{Err: store.ErrParams, Why: reason.BadSource},
+	{Err: tensor.ErrShape, Why: "INVALID_ARGUMENT"},
+	{Err: tensor.ErrDataType, Why: "INVALID_ARGUMENT"},
+	{Err: codec.ErrDecode, Why: "INVALID_ARGUMENT"},
+	{Err: store.ErrFull, Why: reason.StoreFull},
+	{Err: slab.ErrMemory, Why: reason.Memory},
+	{Err: store.ErrExists, Why: reason.TensorExists},
+	{Err: store.ErrPart, Why: reason.TensorInFile},
+	{Err: store.ErrReadOnly, Why: reason.StoreReadOnly},
+	{Err: store.ErrUnwritable, Why: reason.StoreUnwritable, Text: "the server's store cannot be written; its log says why", Secret: true},
+	{Err: fault.ErrVanished, Why: reason.TensorVanished},
+	{Err: store.ErrClosed, Why: reason.ShuttingDown, Text: "server is shutting down"},
+	{Err: serving.ErrShutdown, Why: reason.ShuttingDown, Text: "server is shutting down"},
 	// Before the errors that it may wrap; its text may name machines.
-	{Err: store.ErrUnavailable, Code: frame.Unavailable, Text: "the server's store is not available now; try again later", Retry: true, Secret: true},
-	{Err: syscall.EMFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
-	{Err: syscall.ENFILE, Code: frame.Unavailable, Text: outOfFiles, Retry: true, Secret: true},
-	{Err: context.Canceled, Code: frame.Cancelled, Text: "the transfer was cancelled"},
-	{Err: context.DeadlineExceeded, Code: frame.DeadlineExceeded, Text: "no room for the tensor in time", Retry: true},
+	{Err: store.ErrUnavailable, Why: reason.StoreUnavailable, Text: "the server's store is not available now; try again later", Secret: true},
+	{Err: syscall.EMFILE, Why: reason.Files, Text: outOfFiles, Secret: true},
+	{Err: syscall.ENFILE, Why: reason.Files, Text: outOfFiles, Secret: true},
+	{Err: context.Canceled, Why: "CANCELLED", Text: "the transfer was cancelled"},
+	{Err: context.DeadlineExceeded, Why: reason.StoreSlow, Text: "no room for the tensor in time"},
 }
 
 // Explain returns what a summary says about an error of a store, a source or a transfer. It

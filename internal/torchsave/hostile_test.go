@@ -144,7 +144,7 @@ func TestHostileFilesAreRefused(t *testing.T) {
 	_, _, window, err := read(right, 10, 24)
 	require.NoError(t, err)
 	require.Equal(t, six.data, string(window))
-	const tooLarge = "tensor: too large"
+	const tooLarge = "tensor: the tensor is too large"
 	for name, tc := range map[string]struct {
 		file   []byte
 		stream string // a part of the error

@@ -517,7 +517,7 @@ func (w *writer) wrap(what string, err error) error {
 	var errno syscall.Errno
 	errors.As(err, &errno)
 	if errno == syscall.ENOSPC || errno == syscall.EDQUOT || errno == syscall.EFBIG { // without the path: peers read this
-		return fmt.Errorf("%w: %s tensor %q: not enough disk space for %d bytes: %w", store.ErrFull, what, name, n, errno)
+		return fmt.Errorf("%w: %s tensor %q: %w for %d bytes: %w", store.ErrFull, what, name, store.ErrDiskFull, n, errno)
 	}
 	return changeError(fmt.Sprintf("%s tensor %q", what, name), err)
 }

@@ -95,7 +95,7 @@ func (m *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 func (m *Store) reserve(name string, room int64) (evicted []store.Info, err error) {
 	if room > m.limit {
 		return nil, fmt.Errorf("%w: %w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room",
-			store.ErrFull, tensor.ErrTooLarge, name, room, m.limit) // too large: to try again does not help
+			store.ErrFull, store.ErrTooSmall, name, room, m.limit) // too large: to try again does not help
 	}
 	m.index.Lock()
 	defer m.index.Unlock()

@@ -15,6 +15,7 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/cli/settings"
 	"github.com/tensorferry/tensorferry/internal/glob"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/terms"
@@ -190,7 +191,7 @@ func (t *tally) call(ctx context.Context, most int64) error {
 	defer t.mu.Unlock()
 	if t.drop(); int64(len(t.open)) >= most {
 		text := fmt.Sprintf("calls: the server's roles let you have %d at a time; try again later", most)
-		return &terms.RefusedError{Code: frame.ResourceExhausted, Text: text, RetryMillis: retryMillis}
+		return &terms.RefusedError{Code: frame.ResourceExhausted, Reason: reason.RoleCalls, Text: text, RetryMillis: retryMillis}
 	}
 	t.open = append(t.open, underway{ctx: ctx})
 	return nil
@@ -204,12 +205,12 @@ func (t *tally) put(ctx context.Context, stored store.Store, its *role, a server
 	if (a.Bytes > its.bytes-t.bytes || time.Since(t.counted) > countEvery) && t.counted.Before(came) {
 		time.Sleep(time.Until(t.counted.Add(countPause))) // those that come meanwhile share the count
 		if err := t.count(ctx, stored, its); err != nil {
-			return &terms.RefusedError{Code: frame.Unavailable, Text: "bytes: the server's store cannot be listed now; try again later", RetryMillis: retryMillis}
+			return &terms.RefusedError{Code: frame.Unavailable, Reason: reason.StoreUnavailable, Text: "bytes: the server's store cannot be listed now; try again later", RetryMillis: retryMillis}
 		}
 	}
 	if a.Bytes > its.bytes-t.bytes {
 		text := fmt.Sprintf("bytes: the server's roles let tensors of your names have %d; they have %d, and this one has %d; delete some", its.bytes, t.bytes, a.Bytes)
-		return &terms.RefusedError{Code: frame.ResourceExhausted, Text: text}
+		return &terms.RefusedError{Code: frame.ResourceExhausted, Reason: reason.RoleBytes, Text: text}
 	}
 	t.bytes += a.Bytes
 	if len(t.open) == cap(t.open) {
