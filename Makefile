@@ -2,7 +2,7 @@
 # `make help` prints the comments behind the ## signs.
 
 GO       ?= go
-TOOL     := $(GO) tool -modfile=tools/go.mod
+TOOL     := GO='$(GO)' tools/tool
 FUZZ     ?= .
 FUZZTIME ?= 30s
 PKG      ?= ./...
@@ -139,7 +139,7 @@ race: ## Every test under the race detector with the invariant checks built in, 
 nocgo: ## Build and vet everything without cgo, and test what differs
 	CGO_ENABLED=0 $(GO) build ./...
 	CGO_ENABLED=0 $(GO) vet ./...
-	CGO_ENABLED=0 $(GO) test ./engine/cuda/... ./internal/cli/... ./cmd/tensorferry ./internal/proc ./slab
+	CGO_ENABLED=0 $(GO) test ./engine/cuda ./internal/cli/... ./cmd/tensorferry ./internal/proc ./slab
 
 cuda: ## The CUDA engine over a fake driver, and its C under the address sanitizer; needs g++, no GPU
 	$(GO) test ./engine/cuda/...
