@@ -30,7 +30,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks nightly test race nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory bench-floods bench-peers bench-roads bench-against bench-load build \
+	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory floods bench-floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke bench-dropins bench-dropins-smoke stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke schedules fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -47,6 +47,9 @@ bench: ## Measure upload, echo, relu, small calls, push and pull beside raw sock
 
 bench-memory: ## Measure the peak memory of server and client for a tensor of 16 GiB
 	$(GO) run ./cmd/tensorferry bench --memory
+
+floods: ## Every flood of a server, and 200 sessions that end while their results are on the way
+	$(GO) test ./server -count=1 -run 'TestAHealthyClientIsServedThroughAFlood|TestEveryChunkThatAPeerReads' -flood.all -endings 200
 
 bench-floods: ## Measure a healthy client's small calls while others flood the server
 	$(GO) test ./server -count=1 -v -run TestAHealthyClientIsServedThroughAFlood -flood.large
@@ -115,7 +118,7 @@ CHECKS = test race nocgo cuda ptxas lint generated tidy-check examples grpcurl-c
 	bench-smoke bench-peers-smoke bench-python-smoke bench-training-smoke bench-dropins-smoke stress-smoke python python-examples lint-python
 
 # What takes longer than somebody waits for.
-NIGHTLY := old-new schedules bench-floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
+NIGHTLY := old-new schedules floods bench-floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
 
 check: $(CHECKS) ## All of it, as CI does (default)
 

@@ -68,7 +68,7 @@ func (s *Server) take(a *slab.Account, n int64) error {
 		a.Release(spare)
 		return nil
 	}
-	_, _, limit := s.cfg.Budget.Used()
+	limit := s.cfg.Budget.Limit()
 	why := serving.TryLater(reason.Memory, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
 	if n+spare > limit/2 { // and never will be
 		why.RetryMillis = 0

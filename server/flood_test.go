@@ -32,7 +32,7 @@ import (
 )
 
 var (
-	// floodAll runs all floods, not those alone that differ most: make nightly.
+	// floodAll runs all floods, not those alone that differ most: make floods.
 	floodAll = flag.Bool("flood.all", false, "run all floods")
 	// floodLarge makes of the test a measurement, with the attackers in a process of
 	// their own: make bench-floods.

@@ -5,7 +5,6 @@ import (
 	"maps"
 	"net/http"
 	"strings"
-	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/health"
@@ -47,29 +46,16 @@ func (h healthService) model(name string, is serving.Health) {
 // storeHealth is the name of the store.
 const storeHealth = "store"
 
-// watchStore has the health of the store, if there is one, follow whether it can be used, until
-// done is closed.
-func (s *Server) watchStore(done <-chan struct{}) {
-	if s.cfg.Store == nil {
-		return
+// lookAtStore sets the health of the store to whether it can be used.
+func (s *Server) lookAtStore() {
+	ctx, cancel := context.WithTimeout(context.Background(), storeLook)
+	defer cancel()
+	is, available := serving.NotServing, int64(0)
+	if s.storing.Available(ctx) {
+		is, available = serving.Serving, 1
 	}
-	every := time.NewTicker(storeLook)
-	defer every.Stop()
-	for {
-		ctx, cancel := context.WithTimeout(context.Background(), storeLook)
-		is, available := serving.NotServing, int64(0)
-		if s.storing.Available(ctx) {
-			is, available = serving.Serving, 1
-		}
-		cancel()
-		s.available.Store(available)
-		s.health.SetServingStatus(storeHealth, statuses[is])
-		select {
-		case <-every.C:
-		case <-done:
-			return
-		}
-	}
+	s.available.Store(available)
+	s.health.SetServingStatus(storeHealth, statuses[is])
 }
 
 // Check answers for one name. A removed model is as unknown as one that never existed.

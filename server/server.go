@@ -237,8 +237,7 @@ func (cfg *Config) setDefaults() {
 	def(&cfg.Transfers, DefaultTransfers)
 	def(&cfg.StoredBytes, DefaultStoredBytes)
 	def(&cfg.MemoryWait, DefaultMemoryWait)
-	_, _, memory := cfg.Budget.Used()
-	def(&cfg.ReceiveBytes, memory/receiveShare)
+	def(&cfg.ReceiveBytes, cfg.Budget.Limit()/receiveShare)
 	def(&cfg.ThinFrames, DefaultThinFrames)
 	def(&cfg.WindowBytes, DefaultWindow)
 	def(&cfg.StreamsPerConnection, DefaultStreamsPerConn)
@@ -303,11 +302,16 @@ func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		// Sent data may stay unread for so long, or twice as long, before its connection is
 		// closed. The RPC itself fails before that.
-		go s.conns.Watch(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.core.Context().Done())
-		go s.guard.Watch(s.core.Context().Done())
-		go s.watchStore(s.core.Context().Done())
+		go s.every(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.conns.Look)
+		go s.every(guard.Every, s.guard.Look)
+		if s.cfg.Store != nil {
+			go func() {
+				s.lookAtStore()
+				s.every(storeLook, s.lookAtStore)
+			}()
+		}
 		if slices.ContainsFunc(s.endpoints, func(e *endpoint) bool { return e.MessageBytes > s.endpoints[0].MessageBytes }) {
-			go s.received.ReturnHeap(s.core.Context().Done())
+			go s.every(inbound.HeapLook, s.received.ReturnHeap())
 		}
 		for _, e := range s.endpoints[1:] {
 			go func() {
@@ -322,6 +326,20 @@ func (s *Server) Serve(l net.Listener) error {
 		return nil
 	}
 	return err
+}
+
+// every calls look again and again until the server is closed.
+func (s *Server) every(d time.Duration, look func()) {
+	tick := time.NewTicker(d)
+	defer tick.Stop()
+	for {
+		select {
+		case <-tick.C:
+			look()
+		case <-s.core.Context().Done():
+			return
+		}
+	}
 }
 
 // Shutdown refuses new work, waits for open calls to finish, and closes the server. If ctx
@@ -345,15 +363,16 @@ func (s *Server) Close() {
 		s.core.Wait()
 		close(stopped)
 	}()
-	force := time.AfterFunc(DefaultCloseWait, func() {
+	select {
+	case <-stopped:
+	case <-time.After(DefaultCloseWait):
 		for _, e := range s.endpoints {
 			e.grpc.Stop()
 		}
-	})
-	defer force.Stop()
+	}
 	select {
 	case <-stopped:
-	case <-time.After(2 * DefaultCloseWait):
+	case <-time.After(DefaultCloseWait):
 		s.log.Error("work left behind: a model, a store or a source did not end")
 	}
 	for _, e := range s.endpoints[1:] {

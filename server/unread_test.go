@@ -287,7 +287,7 @@ func TestTheTextOfAStatusIsBounded(t *testing.T) {
 }
 
 // endings is how many sessions end: each after another number of chunks.
-var endings = flag.Int("endings", 60, "how many sessions end while their results are on the way; make nightly ends 200")
+var endings = flag.Int("endings", 60, "how many sessions end while their results are on the way; make floods ends 200")
 
 // TestEveryChunkThatAPeerReadsIsRightHoweverItsSessionEnds has sessions end with an error
 // while their results are on the way, and reads to the end.

@@ -228,6 +228,9 @@ func (b *Budget) Release(holder *Principal, n int64) {
 	b.release(holder, n)
 }
 
+// Limit returns the bytes that there are.
+func (b *Budget) Limit() int64 { return b.limit }
+
 // Used returns the bytes granted now, the most there ever were, and the limit.
 func (b *Budget) Used() (used, peak, limit int64) {
 	b.mu.Lock()

@@ -344,27 +344,17 @@ func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
 	}
 }
 
-// Watch closes connections whose peers do not read, until done is closed. Each RPC has its
-// own idle timeout, but what an RPC sent before it ended stays in gRPC's queue, along with
-// the memory it occupies, for as long as the peer's window is closed. gRPC cannot reset a
-// stream then, so the connection must be closed. A frame that is still queued at the second
-// of two looks has been there for at least idle and at most twice that.
-func (s *Set) Watch(idle time.Duration, done <-chan struct{}) {
-	tick := time.NewTicker(idle)
-	defer tick.Stop()
-	for {
-		select {
-		case <-tick.C:
-		case <-done:
-			return
-		}
-		s.mu.Lock()
-		stuck := slices.DeleteFunc(slices.Collect(maps.Keys(s.open)), func(one *Conn) bool { return !one.unread.Look() || one.in == nil })
-		s.mu.Unlock()
-		for _, one := range stuck {
-			s.closing(one.addr, inbound.ErrUnread)
-			_ = one.in.Close() // gRPC's reader cleans up the rest
-		}
+// Look closes connections whose peers do not read. Each RPC has its own idle timeout, but what
+// an RPC sent before it ended stays in gRPC's queue, along with the memory it occupies, for as
+// long as the peer's window is closed. gRPC cannot reset a stream then, so the connection must
+// be closed: if a frame that was queued at the last look still is.
+func (s *Set) Look() {
+	s.mu.Lock()
+	stuck := slices.DeleteFunc(slices.Collect(maps.Keys(s.open)), func(one *Conn) bool { return !one.unread.Look() || one.in == nil })
+	s.mu.Unlock()
+	for _, one := range stuck {
+		s.closing(one.addr, inbound.ErrUnread)
+		_ = one.in.Close() // gRPC's reader cleans up the rest
 	}
 }
 

@@ -190,7 +190,17 @@ func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 		done := make(chan struct{})
 		defer close(done)
 		began := time.Now()
-		go f.Watch(idle, done)
+		go func() { // ends with the test
+			for tick := time.NewTicker(idle); ; {
+				select {
+				case <-tick.C:
+					f.Look()
+				case <-done:
+					tick.Stop()
+					return
+				}
+			}
+		}()
 		reads := f.client(t)
 		reading := stream(t, reads)
 		read := make(chan error, 1)

@@ -21,8 +21,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 )
 
-// every is the interval at which open RPCs are checked again.
-const every = 5 * time.Second
+// Every is the interval at which Look is to be called.
+const Every = 5 * time.Second
 
 // errRenamed ends the RPC of a caller who has another name now, and with it other rights.
 var errRenamed = errors.New("your credentials are those of another principal now; send the RPC again")
@@ -119,7 +119,7 @@ func (g *Guard) Permits(c *Caller, info credentials.AuthInfo) bool {
 	return err == nil && name == c.name
 }
 
-// Remember makes Watch call end once a caller that Ask has admitted is no longer allowed,
+// Remember makes Look call end once a caller that Ask has admitted is no longer allowed,
 // until Forget. For a nil caller, Remember and Forget do nothing.
 func (g *Guard) Remember(c *Caller, end func(why error)) {
 	if c != nil {
@@ -132,27 +132,15 @@ func (g *Guard) Forget(c *Caller) {
 	g.open.Delete(c)
 }
 
-// Watch checks the callers of open RPCs again every 5 s, until done is closed.
-func (g *Guard) Watch(done <-chan struct{}) {
-	if g.check == nil {
-		return
-	}
-	tick := time.NewTicker(every)
-	defer tick.Stop()
-	for {
-		select {
-		case <-tick.C:
-		case <-done:
-			return
+// Look checks the callers of open RPCs again.
+func (g *Guard) Look() {
+	for c, end := range g.open.Range {
+		name, err := g.ask(c.(*Caller))
+		if err == nil && name != c.(*Caller).name {
+			err = errRenamed
 		}
-		for c, end := range g.open.Range {
-			name, err := g.ask(c.(*Caller))
-			if err == nil && name != c.(*Caller).name {
-				err = errRenamed
-			}
-			if err != nil {
-				end.(func(error))(err) // a no-op on an RPC that has ended meanwhile
-			}
+		if err != nil {
+			end.(func(error))(err) // a no-op on an RPC that has ended meanwhile
 		}
 	}
 }

@@ -12,7 +12,6 @@ import (
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/credentials"
@@ -60,21 +59,15 @@ func TestWhoIsNotAllowedAnyMoreLosesItsRPCs(t *testing.T) {
 		ask("bob")
 		gone := ask("carol")
 		g.Forget(gone)
-		done := make(chan struct{})
-		go g.Watch(done)
-		time.Sleep(every + time.Second)
-		synctest.Wait()
+		g.Look()
 		require.Empty(t, lost())
 		take("bob")
-		time.Sleep(every)
-		synctest.Wait()
+		g.Look()
 		require.Equal(t, map[string]error{"bob": errTaken}, lost())
 		take("carol")
-		time.Sleep(every)
-		synctest.Wait()
+		g.Look()
 		require.Len(t, lost(), 1, "carol's RPC had ended")
 		require.EqualValues(t, 2, g.Refused())
-		close(done)
 	})
 }
 
@@ -87,15 +80,10 @@ func TestWhoIsSomebodyElseNowLosesItsRPCs(t *testing.T) {
 		require.NoError(t, err)
 		ended := make(chan error, 1)
 		g.Remember(c, func(why error) { ended <- why })
-		done := make(chan struct{})
-		defer close(done)
-		go g.Watch(done)
-		time.Sleep(every + time.Second)
-		synctest.Wait()
+		g.Look()
 		require.Empty(t, ended)
 		name.Store("intern")
-		time.Sleep(every)
-		synctest.Wait()
+		g.Look()
 		require.Len(t, ended, 1)
 		require.ErrorIs(t, <-ended, errRenamed)
 	})
@@ -125,6 +113,6 @@ func TestWithoutACheckEverybodyMay(t *testing.T) {
 	require.Empty(t, c.Name())
 	g.Remember(c, nil)
 	g.Forget(c)
-	g.Watch(nil)
+	g.Look()
 	require.Zero(t, g.Refused())
 }

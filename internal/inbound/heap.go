@@ -3,20 +3,14 @@ package inbound
 import (
 	"runtime/debug"
 	"runtime/metrics"
-	"time"
 )
 
-// ReturnHeap gives the memory of Go's heap that larger messages have left back to the system, until
-// done is closed: the runtime keeps it for minutes, and slabs may take all of memory_bytes besides.
-func (m *Memory) ReturnHeap(done <-chan struct{}) {
-	tick := time.NewTicker(heapLook)
-	defer tick.Stop()
-	for kept := int64(0); ; { // what is in the heap beside messages, such as weights
-		select {
-		case <-tick.C:
-		case <-done:
-			return
-		}
+// ReturnHeap returns a function, to be called every HeapLook, that gives the memory of Go's heap
+// that larger messages have left back to the system: the runtime keeps it for minutes, and slabs
+// may take all of memory_bytes besides.
+func (m *Memory) ReturnHeap() (look func()) {
+	kept := int64(0) // what is in the heap beside messages, such as weights
+	return func() {
 		charged, _, _ := m.Used()
 		if heap := heapBytes(); heap > kept+charged+heapSpare {
 			debug.FreeOSMemory()

@@ -59,9 +59,9 @@ const (
 	goodbye      = time.Second
 	goodbyeBytes = 1 << 20
 
-	// heapLook is how often a server that receives larger messages looks at Go's heap, and
+	// HeapLook is how often a server that receives larger messages looks at Go's heap, and
 	// heapSpare what may lie there beside what is charged: what docs/limits.md has for the collector.
-	heapLook  = time.Second
+	HeapLook  = time.Second
 	heapSpare = 32 << 20
 	// queueEvery is how often what is to be sent looks for memory.
 	queueEvery = 10 * time.Millisecond

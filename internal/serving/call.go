@@ -149,7 +149,7 @@ func (c *Core) TakeTable(of *slab.Account, bytes int64) error {
 	if of.Take(bytes) {
 		return nil
 	}
-	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, c.limit())
+	return fmt.Errorf("%w: %d bytes to keep track of so many chunks, the budget is %d; send larger chunks", slab.ErrBudget, bytes, c.Budget.Limit())
 }
 
 // compute moves blocks in and results out until the end of the call is decided.

@@ -321,7 +321,7 @@ func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model s
 		n, _ := in.Desc.Bytes() // checked
 		bytes += n
 	}
-	if bytes <= min(frame.AllowanceCeiling, c.limit()/smallShare/smallCalls) { // it need not wait behind large ones
+	if bytes <= min(frame.AllowanceCeiling, c.Budget.Limit()/smallShare/smallCalls) { // it need not wait behind large ones
 		call.Principal = call.Principal.In(c.Smalls)
 	}
 	defer c.Patience(cancel, fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait)).Stop()

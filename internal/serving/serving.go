@@ -106,7 +106,7 @@ func New(cfg Config) *Core {
 		c.counts.watch(name, m != nil)
 		c.models.watch(name, m)
 	})
-	c.allowances, c.Smalls = cfg.Budget.Keep(c.limit()/allowancesShare), cfg.Budget.Keep(c.limit()/smallShare)
+	c.allowances, c.Smalls = cfg.Budget.Keep(c.Budget.Limit()/allowancesShare), cfg.Budget.Keep(c.Budget.Limit()/smallShare)
 	return c
 }
 

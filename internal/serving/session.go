@@ -297,7 +297,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, error) {
 	n := slab.PagesOf(geo.Size)
 	if !s.allowance.Take(n) { // it is promised: never
-		return nil, TryLater(reason.Memory, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.limit())
+		return nil, TryLater(reason.Memory, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.Budget.Limit())
 	}
 	return s.allowance.Get(s.core.Pool, int(geo.Size), n)
 }

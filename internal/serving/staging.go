@@ -14,7 +14,7 @@ import (
 // mu is held.
 func (c *Core) promise(most uint32, tensors int) (granted uint32, promised int64) {
 	pages := slab.PagesOf(1) * int64(tensors)
-	left := (c.limit()/allowancesShare - c.promised) / promiseShare
+	left := (c.Budget.Limit()/allowancesShare - c.promised) / promiseShare
 	granted = uint32(min(int64(most), max(left-pages, 0))) &^ (promiseUnit - 1)
 	if granted == 0 {
 		return 0, 0
@@ -22,12 +22,6 @@ func (c *Core) promise(most uint32, tensors int) (granted uint32, promised int64
 	promised = int64(granted) + pages
 	c.promised += promised
 	return granted, promised
-}
-
-// limit returns the bytes of the budget.
-func (c *Core) limit() int64 {
-	_, _, limit := c.Budget.Used()
-	return limit
 }
 
 // Patience calls cancel with why, unless it is stopped, when somebody has waited for memory

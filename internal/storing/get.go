@@ -93,9 +93,8 @@ func (s *Service) takeSelections(list []frame.Selection) (*slab.Account, error) 
 	if listed.Take(max(0, bytes)) {
 		return listed, nil
 	}
-	_, _, limit := s.Budget.Used()
 	return nil, serving.TryLater(reason.Memory, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
-		"select less, hold fewer ranges, or try again later", bytes, limit)
+		"select less, hold fewer ranges, or try again later", bytes, s.Budget.Limit())
 }
 
 // Event implements serving.Task.
