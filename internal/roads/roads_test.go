@@ -65,16 +65,6 @@ func (p *packets) one(from, number, size int) {
 	require.NoError(p, err)
 }
 
-// next returns the number of the packet that an end receives next.
-func (p *packets) next(at int) int {
-	p.Helper()
-	buf := make([]byte, DefaultMTU)
-	require.NoError(p, p.at[at].SetReadDeadline(time.Now().Add(20*time.Second)))
-	n, _, err := p.at[at].ReadFrom(buf)
-	require.NoError(p, err)
-	return int(binary.LittleEndian.Uint64(buf[n-8 : n]))
-}
-
 // connect returns both ends of a TCP connection from end 0 to end 1.
 func connect(t *testing.T, r *Road) (near, far net.Conn) {
 	l, err := r.Ends[1].Listen()
