@@ -1,9 +1,9 @@
-// Package store keeps pushed tensors and supplies pulled ones: from memory, from a folder
-// that outlives the process, or from a function that generates them (a Source).
+// Package store says what keeps pushed tensors and supplies pulled ones: a Store, or a function
+// that generates them (a Source).
 //
-// It never turns a name into a path, and never shows a tensor before it is complete. Any
-// program may use it, also without a server. A store owns its bytes: they are copied in,
-// and shared read-only with readers.
+// Packages memory, folder and files have Stores. A Store never turns a name into a path, and never shows a tensor before it is complete. Any
+// program may use one, also without a server. It owns its bytes: they are copied in, and shared
+// read-only with readers.
 package store
 
 import (
@@ -22,7 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
-// Errors that callers can test for. Every error of this package wraps one of them, an error
+// Errors that callers can test for. Every error of a Store wraps one of them, an error
 // of package tensor, the cause of the context, or an error of the operating system.
 var (
 	// ErrName is wrapped when a name is empty, too long, not printable text or reserved, or
@@ -55,8 +55,8 @@ var (
 	// ErrLocked is wrapped when another process uses the folder.
 	ErrLocked = errors.New("store: folder is in use")
 	// ErrUnavailable is wrapped when a store fails temporarily, for example because another
-	// machine does not answer. In this package only a Folder whose folder was removed or
-	// replaced returns it. A server tells its peers to retry; the text goes to its log.
+	// machine does not answer. Of the stores here only those whose folder was removed or
+	// replaced return it. A server tells its peers to retry; the text goes to its log.
 	ErrUnavailable = errors.New("store: the store is unavailable")
 	// ErrClosed is returned when the store has been closed.
 	ErrClosed = errors.New("store: the store is closed")
@@ -90,8 +90,8 @@ func (i Info) Clone() Info {
 //
 // It may be on another machine: when the context of a method ends, the method returns an
 // error that wraps the context's cause; the context does not limit what was returned. Every
-// method may wrap ErrUnavailable. Memory never waits. Folder waits for its disk, and checks
-// the context between two steps. Package storetest has tests that every Store must pass.
+// method may wrap ErrUnavailable. A store in memory never waits. One in a folder waits for its
+// disk, and checks the context between two steps. Package storetest has tests that every Store must pass.
 type Store interface {
 	// Create reserves room for a tensor with its metadata, of at most MaxMetadata bytes, and
 	// returns a Writer for it. It fails with ErrFull, ErrName, ErrMetadata, ErrExists for the
