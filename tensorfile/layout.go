@@ -100,7 +100,8 @@ func (l Layout) Stream(d tensor.Desc, r io.Reader) (io.Reader, error) {
 	}}, nil
 }
 
-// inOrder returns the bytes of an array that is not in Fortran order.
+// inOrder returns the bytes of an array that r yields row by row, with the least significant
+// byte first.
 func (l Layout) inOrder(d tensor.Desc, r io.Reader) io.Reader {
 	if !l.BigEndian {
 		return r
@@ -118,15 +119,12 @@ func (l Layout) reader(d tensor.Desc, data []byte) io.Reader {
 		data: data, width: width, rows: rows, columns: int64(len(data)) / width / rows,
 		axes: d.Shape[1:], steps: make([]int64, len(d.Shape)-1), at: make([]int64, len(d.Shape)-1),
 	}
-	if l.BigEndian {
-		t.swap = swapped(d.DType)
-	}
 	step := int64(1)
 	for i, dim := range t.axes {
 		t.steps[i] = step
 		step *= dim
 	}
-	return t
+	return l.inOrder(d, t)
 }
 
 // lazy opens a reader when it is first read.
@@ -197,7 +195,6 @@ type transposing struct {
 	width         int64
 	rows, columns int64
 	axes, steps   []int64 // behind the first; how far apart columns lie along each
-	swap          int     // bytes to swap together; 0 is none
 
 	row, column int64   // the next block begins there
 	at          []int64 // of the column, for its axes
@@ -247,9 +244,6 @@ func (t *transposing) fill() {
 			}
 			t.at[i] = 0
 		}
-	}
-	if t.swap > 0 {
-		swap(t.ready, t.swap)
 	}
 	if t.column += columns; t.column == t.columns {
 		t.column = 0
