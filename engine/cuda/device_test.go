@@ -87,6 +87,7 @@ func TestAWildStoreLosesTheDeviceForGood(t *testing.T) {
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 	require.ErrorContains(t, err, "CUDA_ERROR_ILLEGAL_ADDRESS")
 	testkit.Eventually(t, func() bool { return lost.Load() == 1 }, "the device to be lost")
+	require.NotNil(t, last, "the block was checked")
 	h.device.Start(last) // on its way there when the device was lost, its memory may be another's
 	require.Zero(t, h.device.queue.Len(), "blocks that wait for a device that is lost")
 	_, err = engine.Compute(t.Context(), Builtins(h)[1], nil, x)
