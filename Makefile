@@ -30,8 +30,8 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks nightly test race nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke bench-peers-smoke demo bench bench-memory floods bench-floods bench-peers bench-roads bench-against bench-load build \
-	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-python-smoke bench-training bench-training-smoke bench-dropins bench-dropins-smoke stress-python stress-python-smoke \
+	examples grpcurl-check old-new bench-smoke demo bench bench-memory floods bench-floods bench-peers bench-roads bench-against bench-load build \
+	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-training bench-dropins stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke schedules fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
 help: ## Print this list
@@ -115,7 +115,7 @@ wheel-arm64: ## The same for arm64, with a static program
 # old-new is part of it when the wire contract differs from that of AGAINST.
 CHECKS = test race nocgo cuda ptxas lint generated tidy-check examples grpcurl-check \
 	$(shell git diff --quiet '$(AGAINST)' -- api testdata/vectors 2>/dev/null || echo old-new) \
-	bench-smoke bench-peers-smoke bench-python-smoke bench-training-smoke bench-dropins-smoke stress-smoke python python-examples lint-python
+	bench-smoke stress-smoke python python-examples lint-python
 
 # What takes longer than somebody waits for.
 NIGHTLY := old-new schedules floods bench-floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
@@ -202,23 +202,14 @@ examples: ## Run every program below examples/ to its end, but relu, which has a
 grpcurl-check: ## List, describe and call a server with grpcurl, and what it prints
 	GO='$(GO)' ./tools/grpcurl-check
 
-bench-smoke: ## Run every part of tensorferry bench and bench-against briefly
+bench-smoke: ## Test the benchmarks, and run every part of each briefly, in Python where there is torch
+	cd bench && $(GO) test ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
-	cd bench && $(GO) run . -quick -machine && $(GO) run . -quick -against '$(AGAINST)'
-
-bench-python-smoke: ## Run the Python benchmarks briefly
-	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick
-
-bench-training-smoke: ## Run the benchmark of training briefly, if a Python here has torch
-	GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py --quick
-
-bench-dropins-smoke: ## Run the benchmark of drop-ins briefly, if a Python here has torch
-	@$(BENCH_PYTHON) && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p --quick
-
-bench-peers-smoke: ## Test the comparison with peers, and run it briefly
-	cd bench && $(GO) test ./...
-	@$(PEERS_PYTHON) && $(GO) run . -quick -python $$p && $(GO) run ./roads -quick -python $$p
+	@$(PEERS_PYTHON) && $(GO) run . -quick -machine && $(GO) run . -quick -python $$p && $(GO) run . -quick -against '$(AGAINST)' && \
+		$(GO) run ./roads -quick -python $$p
+	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick && \
+		GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py --quick && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p --quick
 
 stress-python-smoke: ## Run each of the Python stress program's parts briefly
 	tools/python-stress smoke

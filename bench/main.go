@@ -127,7 +127,7 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 	if err := harness.Checkout(ctx, ref, source); err != nil {
 		return "", err
 	}
-	for _, part := range []string{"/bench", "/identity", "/internal/bench", "/internal/harness", "/internal/proc"} {
+	for _, part := range []string{"/bench", "/internal/bench", "/internal/harness", "/internal/proc"} {
 		if err := os.RemoveAll(source + part); err != nil {
 			return "", err
 		}
