@@ -1,50 +1,21 @@
 package client
 
 import (
-	"context"
-	"errors"
-	"fmt"
-	"maps"
-	"slices"
-	"sync"
-	"sync/atomic"
+	"io"
 	"time"
 
-	"google.golang.org/grpc/codes"
-
-	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/stream"
+	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Request describes a call.
-type Request struct {
-	Model  string
-	Inputs []Input
-	Params map[string]string
-	// Timeout limits the call on the server; 0 means no limit.
-	Timeout time.Duration
-	// Results maps ports to the Sinks of their results. For a port without an entry, To
-	// chooses the Sink. Without To, or with an empty Sink, the result gets memory of its
-	// own. To must not block. It is called again when the call is repeated.
-	Results map[string]Sink
-	To      func(port string, d tensor.Desc) (Sink, error)
-	// Idempotent: a call has no effect but its results, or the same when it is repeated. With
-	// Config.Retry, it is repeated even if it may have begun. A model can declare itself to be.
-	Idempotent bool
-}
+type Request = calling.Request
 
 // Results are a call's results by port. A result that went to a Writer has no Data.
-type Results map[string]tensor.Tensor
+type Results = calling.Results
 
 // Region is a part of a result that has arrived. Data shares the result's memory.
-type Region struct {
-	Port string
-	Desc tensor.Desc // of the whole result
-	Off  int64       // bytes from its start
-	Data []byte
-}
+type Region = calling.Region
 
 // Timings are the durations of a call's stages as the server measured them.
 type Timings struct {
@@ -57,166 +28,36 @@ func (t Timings) Exposed() time.Duration {
 	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
 }
 
-// run is one attempt at a call.
-type run struct {
-	task  // its news: a chunk arrived
-	sinks map[string]Sink
-	to    func(string, tensor.Desc) (Sink, error)
-	using sync.WaitGroup // what still uses inputs or results: goroutines, and gRPC
+// Input is a tensor to send: an input of a call, or a tensor to push. Its bytes are in
+// Data, or come from Reader or Next.
+type Input = calling.Input
 
-	results []*result   // guarded by the session's lock until ctx has ended
-	handed  atomic.Bool // the caller has some of a result
+// From returns an Input for a tensor, whose bytes it shares.
+func From(port string, t tensor.Tensor) Input { return Input{Port: port, Desc: t.Desc, Data: t.Data} }
+
+// FromReader returns an Input whose bytes come from r.
+func FromReader(port string, d tensor.Desc, r io.Reader) Input {
+	return Input{Port: port, Desc: d, Reader: r}
 }
 
-// result is a result being received.
-type result struct {
-	id   tensor.ID
-	desc tensor.Desc
-	geo  tensor.Geometry
-	port string
-	mem  []byte           // nil if it goes to a writer
-	to   *session.Landing // then
-	came []uint32         // chunk indexes in order of arrival, for Regions
-}
+// Sink is the destination of one result or pulled tensor. Create one with Into, Writer or
+// At.
+type Sink = calling.Sink
 
-// failed returns the error of a result that the caller's Sink does not take.
-func (r *result) failed(err error) error {
-	if errors.Is(err, ErrInputIdle) {
-		return err
-	}
-	return &Error{Code: codes.FailedPrecondition, Cause: fmt.Errorf("client: result %q: %w", r.port, err)}
-}
+// Into returns a Sink that stores a result in dst, whose length must be the result's size.
+// The caller lends dst until the call has ended.
+func Into(dst []byte) Sink { return calling.Into(dst) }
 
-// announced provides memory for a result; the session is locked.
-func (c *run) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
-	d := e.Desc
-	r := &result{
-		id: e.Tensor, desc: d.Desc.Clone(), port: d.Port,
-		geo: tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)},
-	}
-	c.results = append(c.results, r)
-	c.received += r.geo.Size
-	sink, ok := c.sinks[d.Port]
-	var err error
-	if !ok && c.to != nil {
-		sink, err = c.to(d.Port, r.desc)
-	}
-	if err == nil && sink.open != nil {
-		c.write(m, now, r, sink, d.OnAllowance)
-		return
-	}
-	if err == nil {
-		r.mem, err = sink.memory(c.session.client, r.desc, r.geo.Size)
-	}
-	if err == nil {
-		err = m.Lend(now, r.id, r.mem, nil)
-	}
-	if err != nil && !errors.Is(err, stream.ErrClosed) {
-		c.cause = r.failed(err)
-		m.FailTensor(r.id, frame.FailedPrecondition, "the client cannot take the result")
-	}
-}
+// Writer returns a Sink that writes a result in order, as it arrives, to the writer that
+// open returns for its desc. A slow writer slows down the server but takes no more memory.
+// open and Write run on a goroutine of the call, or on that of Pull. open is called again for
+// another attempt; there is none once something is written.
+func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return calling.Writer(open) }
 
-// event implements handler.
-func (c *run) event(m *stream.Machine, now stream.Instant, e stream.Event) {
-	switch e.Kind {
-	case stream.EventTensor:
-		c.announced(m, now, e)
-		c.session.wantLane(m, int64(e.Desc.SizeBytes))
-	case stream.EventChunk:
-		for _, r := range c.results {
-			switch {
-			case r.id != e.Tensor:
-			case r.mem != nil:
-				r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
-				c.news.Tell()
-			case r.to != nil && r.geo.ChunkBytes < session.PieceBytes: // or a piece is one chunk
-				r.to.Arrived(e.Off, e.N)
-			}
-		}
-	}
-}
+// At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
+// Only Pull supports it. w is also read, for the digest, if chunks arrive out of order. All
+// of this happens on the goroutine of Pull.
+func At(w ReadWriterAt) Sink { return calling.At(w) }
 
-// write starts a goroutine that writes a result in order and ends with the call; the session
-// is locked. A failure cancels the call.
-func (c *run) write(m *stream.Machine, now stream.Instant, r *result, to Sink, onAllowance bool) {
-	at, news := &place{size: r.geo.Size, handed: &c.handed}, make(session.News, 1)
-	l := &session.Landing{
-		Session: c.session.sess, Tensor: r.id, Geo: r.geo, InOrder: true, To: at, Slab: c.session.client.pool.Get, Tell: news.Tell,
-	}
-	if r.to = l; onAllowance {
-		c.session.stage(m, now, l)
-	}
-	c.using.Go(func() {
-		at.rest = c.rests("result", r.port)
-		err := at.open(to, r.desc)
-		for ended := false; err == nil; {
-			if err = l.Step(); ended || l.Whole() {
-				break
-			}
-			select {
-			case <-news:
-			case <-c.ctx.Done():
-				ended = true // step once more: the last pieces may have arrived before the end
-			}
-		}
-		at.rest.end()
-		if err != nil {
-			err = r.failed(err)
-			c.stop(err)
-			c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-				if c.cause == nil && c.done.Code == frame.OK { // stop set no cause: the call had succeeded
-					c.cause = err
-				}
-			})
-		}
-		<-c.ctx.Done() // nothing more is received
-		l.Home()
-	})
-}
-
-// end waits for the attempt to end and returns all its results, or an error.
-func (c *run) end() (Results, error) {
-	<-c.ctx.Done()
-	c.unhook()
-	c.using.Wait()
-	if err := c.err(context.Background()); err != nil {
-		return nil, err
-	}
-	results := make(Results, len(c.results))
-	for _, r := range c.results {
-		results[r.port] = tensor.Tensor{Desc: r.desc, Data: r.mem}
-	}
-	for port := range c.sinks {
-		if _, there := results[port]; !there {
-			return nil, &Error{Code: codes.InvalidArgument, Call: c.id, Cause: fmt.Errorf("%w: there is no result %q; the results are %q", ErrInput, port, slices.Sorted(maps.Keys(results)))}
-		}
-	}
-	return results, nil
-}
-
-// regions yields parts of the results as they arrive, until the attempt ends.
-func (c *run) regions(yield func(Region) bool) (more bool) {
-	next := map[*result]int{}
-	for ended := false; ; ended = !c.wait() {
-		var fresh []Region
-		c.session.sess.Do(func(*stream.Machine, stream.Instant) {
-			for _, r := range c.results {
-				for _, i := range r.came[next[r]:] {
-					off, n := r.geo.Span(i)
-					fresh = append(fresh, Region{r.port, r.desc, off, r.mem[off : off+n]})
-				}
-				next[r] = len(r.came)
-			}
-		})
-		for _, r := range fresh {
-			c.handed.Store(true)
-			if !yield(r) {
-				return false
-			}
-		}
-		if ended {
-			return true
-		}
-	}
-}
+// ReadWriterAt is implemented by *os.File, for example.
+type ReadWriterAt = calling.ReadWriterAt

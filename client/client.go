@@ -30,7 +30,9 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client/retry"
 	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/lanes"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -109,7 +111,7 @@ type Client struct {
 	conn   *grpc.ClientConn
 	stub   pb.TensorServiceClient
 	pool   *slab.Pool
-	lanes  atomic.Pointer[lanesKnown]
+	lanes  lanes.Known
 	tally  *tally
 	open   *breaker // nil: there is none
 
@@ -233,17 +235,17 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 	case c.opening <- struct{}{}:
 		defer func() { <-c.opening }()
 	case <-ctx.Done():
-		return nil, causeError(context.Cause(ctx))
+		return nil, calling.CauseError(context.Cause(ctx))
 	}
-	if c.shared != nil && c.shared.sess.Cause() == nil && !c.shared.status().Draining {
+	if c.shared != nil && c.shared.on.Cause() == nil && !c.shared.on.Status().Draining {
 		return c.shared, nil
 	}
 	s, err := c.Session(ctx)
 	if err != nil {
 		c.tally.attempts.Add(1)
-		c.tally.ended(codeOf(err), 0, 0, 0, 0)
+		c.tally.ended(calling.CodeOf(err), 0, 0, 0, 0)
 		if own, ok := errors.AsType[*Error](err); ok {
-			err = own.refused()
+			err = calling.AsRefused(own)
 		}
 		return nil, err
 	}
@@ -261,7 +263,7 @@ func (c *Client) sharedSession(ctx context.Context) (*Session, error) {
 // storingSession returns the shared session, for a push or a pull.
 func (c *Client) storingSession(ctx context.Context) (*Session, error) {
 	s, err := c.sharedSession(ctx)
-	if err == nil && !s.status().PeerStores {
+	if err == nil && !s.on.Status().PeerStores {
 		return nil, &Error{Code: codes.Unimplemented, Message: "the sessions of this server do not store tensors: it is older than this client supports"}
 	}
 	return s, err
@@ -286,9 +288,10 @@ func ask[Q, A any](ctx context.Context, c *Client, call func(context.Context, Q,
 		settled(err)
 		return err
 	}
-	_, deletes := any(q).(*pb.DeleteTensorsRequest)
-	tries := c.tries()
-	for err = once(); tries.again(ctx, err, !deletes); err = once() {
+	v := questions
+	if _, is := any(q).(*pb.DeleteTensorsRequest); is {
+		v = deletes
 	}
+	err = c.tries().repeat(ctx, v, once, nil)
 	return a, err
 }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/credentials"
 
+	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/internal/lane"
 )
 
@@ -107,7 +108,7 @@ func (d *dials) end(err *Error) {
 	defer d.mu.Unlock()
 	d.ended++
 	if d.err = err; err != nil {
-		err.away, err.Refused = true, true
+		calling.SetAway(err)
 	}
 	close(d.news)
 	d.news = make(chan struct{})
@@ -118,7 +119,7 @@ func (d *dials) last() (ended int, news <-chan struct{}, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.err != nil {
-		err = d.err.refused()
+		err = calling.AsRefused(d.err)
 	}
 	return d.ended, d.news, err
 }

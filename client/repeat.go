@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"github.com/tensorferry/tensorferry/client/retry"
+	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -41,11 +42,43 @@ func (c *Client) attempt() (settled func(error), err error) {
 		return func(error) {}, nil
 	}
 	if settled, err = c.open.Allow(); err != nil {
-		own := failed(fmt.Errorf("%w: %d in a row; the next is made within %v", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)).refused()
+		own := calling.AsRefused(calling.Failed(fmt.Errorf("%w: %d in a row; the next is made within %v", ErrCircuitOpen, c.cfg.BreakAfter, breakFor)))
 		own.RetryAfter = breakFor
 		return nil, own
 	}
 	return settled, nil
+}
+
+// attemptTask is attempt for a call, a put or a get.
+func (c *Client) attemptTask() (ended func(calling.Outcome), err error) {
+	settled, err := c.attempt()
+	if err != nil {
+		return nil, err
+	}
+	c.tally.attempts.Add(1)
+	return func(o calling.Outcome) {
+		settled(o.Err)
+		c.tally.ended(calling.CodeOf(o.Err), o.Total, o.Server, o.Sent, o.Received)
+	}, nil
+}
+
+// verb is what a server is asked for.
+type verb int
+
+const (
+	calls      verb = iota
+	idempotent      // calls
+	pushes
+	pulls
+	questions
+	deletes
+)
+
+// mayRepeat reports whether what failed with err can be repeated: it can succeed later, and the
+// server refused it, or nothing is different when it happens twice.
+func (v verb) mayRepeat(err error) bool {
+	own, ok := errors.AsType[*Error](err)
+	return ok && own.Retryable() && (own.Refused || v != calls && v != deletes)
 }
 
 // tries are the attempts at one thing.
@@ -57,12 +90,22 @@ type tries struct {
 
 func (c *Client) tries() *tries { return &tries{client: c, until: time.Now().Add(c.cfg.RetryFor)} }
 
-// again reports whether there is to be an attempt after one that failed with err, and waits
-// before it. harmless: it does no harm when something happens twice.
-func (t *tries) again(ctx context.Context, err error, harmless bool) bool {
+// repeat makes attempts until one succeeds, or the policy or the time ends them, or what failed may
+// not be repeated, or prepare, if not nil, says that it cannot. It returns the error of the last one.
+func (t *tries) repeat(ctx context.Context, v verb, attempt func() error, prepare func() bool) (err error) {
+	for err = attempt(); v.mayRepeat(err) && t.wait(ctx, err) && (prepare == nil || prepare()); err = attempt() {
+		if v < questions {
+			t.client.tally.retries.Add(1)
+		}
+	}
+	return err
+}
+
+// wait waits before another attempt, and reports whether there is to be one.
+func (t *tries) wait(ctx context.Context, err error) bool {
 	cfg := &t.client.cfg
-	own, ok := errors.AsType[*Error](err)
-	if cfg.Retry == nil || !ok || !own.Retryable() || !harmless && !own.Refused {
+	own, _ := errors.AsType[*Error](err)
+	if cfg.Retry == nil {
 		return false
 	}
 	t.n++
@@ -76,9 +119,9 @@ func (t *tries) again(ctx context.Context, err error, harmless bool) bool {
 	case <-alarm.C:
 		return true
 	case <-ctx.Done():
-		own.until = context.Cause(ctx)
+		calling.Wait(own, context.Cause(ctx))
 	case <-t.client.closing.Done():
-		own.until = ErrClosed
+		calling.Wait(own, ErrClosed)
 	}
 	return false
 }
@@ -86,61 +129,52 @@ func (t *tries) again(ctx context.Context, err error, harmless bool) bool {
 // Call is one run of a model, or several, one after another: with Config.Retry, Wait and
 // Regions repeat what failed and may be repeated. Each attempt has an ID and timings of its own.
 type Call struct {
-	now   atomic.Pointer[run] // the latest attempt
-	again *again              // nil if the call is not repeated
-}
-
-// again is what another attempt at a call needs.
-type again struct {
-	*tries
+	now     atomic.Pointer[calling.Call] // the latest attempt
+	tries   *tries
 	ctx     context.Context
-	cancel  context.CancelCauseFunc
+	cancel  context.CancelCauseFunc // of ctx
 	request Request
 	begun   time.Time
-	from    []int64 // by input: where its Reader was; nil if not all inputs can be read again
+	from    []int64 // by input: where its Reader was; nil if not all can be read again, or the call is not repeated
 
-	mu  sync.Mutex // guards all below, and orders attempts
-	err error      // of the last attempt
-}
-
-func newCall(first *run, err error) (*Call, error) {
-	if err != nil {
-		return nil, err
-	}
-	c := new(Call)
-	c.now.Store(first)
-	return c, nil
+	mu      sync.Mutex // guards all below, and orders attempts
+	session *Session   // of the last attempt
+	err     error      // of the last attempt
 }
 
 // Call is like Session.Call, on the session that Compute uses, or on a new one. With
 // Config.Retry, it may also wait until a server takes the call.
 func (c *Client) Call(ctx context.Context, r Request) (*Call, error) {
 	c.tally.calls.Add(1)
-	if c.cfg.Retry == nil {
-		return newCall(c.run(ctx, r))
+	call := &Call{tries: c.tries(), ctx: ctx, cancel: func(error) {}, request: r, begun: time.Now()}
+	if c.cfg.Retry != nil {
+		call.request.Inputs, call.from = slices.Clone(r.Inputs), readAgain(r.Inputs)
+		if r.Timeout > 0 {
+			call.tries.until = call.begun.Add(min(r.Timeout, c.cfg.RetryFor))
+		}
+		call.ctx, call.cancel = context.WithCancelCause(ctx)
 	}
-	r.Inputs = slices.Clone(r.Inputs)
-	a := &again{tries: c.tries(), request: r, begun: time.Now(), from: readAgain(r.Inputs)}
-	if r.Timeout > 0 {
-		a.until = a.begun.Add(min(r.Timeout, c.cfg.RetryFor))
-	}
-	a.ctx, a.cancel = context.WithCancelCause(ctx)
-	call, err := newCall(a.start())
-	if err != nil {
-		a.cancel(nil)
+	if err := call.tries.repeat(call.ctx, calls, call.run, nil); err != nil {
+		call.cancel(nil)
 		return nil, err
 	}
-	call.again = a
 	return call, nil
 }
 
-// run starts an attempt at a call on the session that Compute uses.
-func (c *Client) run(ctx context.Context, r Request) (*run, error) {
-	s, err := c.sharedSession(ctx)
-	if err != nil {
-		return nil, err
+// run starts an attempt.
+func (c *Call) run() (err error) {
+	if c.session, err = c.tries.client.sharedSession(c.ctx); err != nil {
+		return err
 	}
-	return s.run(ctx, r)
+	q := c.request
+	if q.Timeout > 0 {
+		q.Timeout = max(q.Timeout-time.Since(c.begun), 1)
+	}
+	now, err := c.session.on.Call(c.ctx, q)
+	if err == nil {
+		c.now.Store(now)
+	}
+	return err
 }
 
 // readAgain returns where the Readers of inputs are, or nil if not all inputs can be read again.
@@ -161,84 +195,63 @@ func readAgain(inputs []Input) []int64 {
 	return from
 }
 
-// start starts an attempt, or several until one has started.
-func (a *again) start() (first *run, err error) {
-	for {
-		q := a.request
-		if q.Timeout > 0 {
-			q.Timeout = max(q.Timeout-time.Since(a.begun), 1)
-		}
-		if first, err = a.client.run(a.ctx, q); err == nil {
-			return first, nil
-		}
-		if !a.tries.again(a.ctx, err, false) {
-			return nil, err
-		}
-		a.client.tally.retries.Add(1)
-	}
-}
-
-// next starts an attempt after one that failed with err, unless there is one already. It
-// returns why there is none.
-func (c *Call) next(failed *run, err error) error {
-	a := c.again
-	if a == nil {
-		return err
-	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	switch {
-	case c.now.Load() != failed:
-		return nil
-	case a.err != nil:
-		return a.err
-	}
-	a.err = err
-	if failed.handed.Load() || a.from == nil || !a.harmless(failed, err) || !a.tries.again(a.ctx, err, true) {
-		return a.err
-	}
-	for i, in := range a.request.Inputs {
+// rewind has Readers read again.
+func rewind(inputs []Input, from []int64) bool {
+	for i, in := range inputs {
 		if in.Reader == nil {
 			continue
 		}
-		if _, err := in.Reader.(io.Seeker).Seek(a.from[i], io.SeekStart); err != nil {
-			return a.err
+		if _, err := in.Reader.(io.Seeker).Seek(from[i], io.SeekStart); err != nil {
+			return false
 		}
 	}
-	a.client.tally.retries.Add(1)
-	first, err := a.start()
-	if err != nil {
-		a.err = err
-		return err
-	}
-	a.err = nil
-	c.now.Store(first)
-	return nil
+	return true
 }
 
-// harmless reports whether nothing happens twice when what failed with err is repeated, or that
-// does no harm. If not, a.err says so.
-func (a *again) harmless(failed *run, err error) bool {
-	own, _ := errors.AsType[*Error](err)
+// notRepeated is added to the error of a call that is not.
+const notRepeated = "; the model may have run and does not declare itself idempotent, so the call was not repeated"
+
+// next starts an attempt after one that failed with err, unless there is one already. It
+// returns why there is none.
+func (c *Call) next(failed *calling.Call, err error) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
 	switch {
-	case !retryable(err):
-		return false
-	case own.Refused, a.request.Idempotent, failed.session.idempotent[a.request.Model]:
-		return true
+	case c.now.Load() != failed:
+		return nil
+	case c.err != nil:
+		return c.err
+	case c.from == nil || failed.Handed():
+		c.err = err
+		return err
 	}
-	a.err = own.with("; the model may have run and does not declare itself idempotent, so the call was not repeated")
-	return false
+	v := calls
+	if c.request.Idempotent || c.session.idempotent[c.request.Model] {
+		v = idempotent
+	}
+	attempt := func() error { return err } // the one that failed
+	c.err = c.tries.repeat(c.ctx, v, func() error { return attempt() }, func() bool {
+		attempt = c.run
+		return rewind(c.request.Inputs, c.from)
+	})
+	if calling.Retryable(c.err) && !v.mayRepeat(c.err) {
+		own, _ := errors.AsType[*Error](c.err)
+		said := *own
+		if said.Message += notRepeated; own.Cause != nil {
+			said.Cause = fmt.Errorf("%w%s", own.Cause, notRepeated)
+		}
+		c.err = &said
+	}
+	return c.err
 }
 
 // ID returns the ID of the latest attempt, under which the server has the cause of its failure.
-func (c *Call) ID() tensor.ID { return c.now.Load().id }
+func (c *Call) ID() tensor.ID { return c.now.Load().ID() }
 
 // Cancel cancels the call. The server stops the model within one block.
 func (c *Call) Cancel() {
-	if c.again != nil {
-		c.again.cancel(context.Canceled)
-	}
-	c.now.Load().stop(context.Canceled)
+	c.cancel(context.Canceled)
+	c.now.Load().Stop(context.Canceled)
 }
 
 // Wait waits for the call to end and returns all its results, or an error. Afterwards the
@@ -247,22 +260,20 @@ func (c *Call) Cancel() {
 func (c *Call) Wait() (Results, error) {
 	for {
 		now := c.now.Load()
-		results, err := now.end()
+		results, err := now.Wait()
 		if err != nil {
 			if err = c.next(now, err); err == nil {
 				continue
 			}
 		}
-		if c.again != nil {
-			c.again.cancel(nil)
-		}
+		c.cancel(nil)
 		return results, err
 	}
 }
 
 // Timings returns how long each stage took on the server. It must only be called after Wait.
 func (c *Call) Timings() Timings {
-	t := c.now.Load().done.Timings
+	t := c.now.Load().Timings()
 	return Timings{
 		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
 		time.Duration(t.D2H), time.Duration(t.FirstResult), time.Duration(t.Total),
@@ -276,15 +287,15 @@ func (c *Call) Regions() iter.Seq2[Region, error] {
 	return func(yield func(Region, error) bool) {
 		for {
 			now := c.now.Load()
-			if !now.regions(func(r Region) bool { return yield(r, nil) }) {
+			if !now.Regions(func(r Region) bool { return yield(r, nil) }) {
 				return
 			}
-			err := now.err(context.Background())
+			err := now.Err()
 			if err == nil {
 				return
 			}
-			if c.again != nil {
-				_, err = now.end() // its Readers are read again
+			if c.from != nil {
+				_, err = now.Wait() // its Readers are read again
 			}
 			if err = c.next(now, err); err != nil {
 				yield(Region{}, err)

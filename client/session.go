@@ -13,7 +13,8 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/session"
+	"github.com/tensorferry/tensorferry/internal/calling"
+	"github.com/tensorferry/tensorferry/internal/lanes"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -22,27 +23,10 @@ import (
 // Session carries many calls concurrently.
 type Session struct {
 	client *Client
-	sess   *session.Session
-	own    context.Context    // of the gRPC stream
-	cancel context.CancelFunc // of own
-	opened chan struct{}
-	over   chan struct{} // closed when nothing is left of the session
-	err    *Error        // why it ended; set before over is closed
+	on     *calling.Session
+	cancel context.CancelFunc // of the gRPC stream
 	// idempotent has the models that declare to be, where calls are repeated.
 	idempotent map[string]bool
-
-	// Guarded by the session's lock.
-	calls map[tensor.ID]handler
-	lanes lanes
-	said  stream.Instant // when the client last told the server that it waits
-}
-
-// handler is a call, a put or a get.
-type handler interface {
-	// event handles an event of the call, with the session locked.
-	event(m *stream.Machine, now stream.Instant, e stream.Event)
-	// over handles those of its end, likewise.
-	over(e stream.Event)
 }
 
 // Session opens a session. ctx limits the opening, not the session's lifetime.
@@ -54,8 +38,10 @@ func (c *Client) Session(ctx context.Context) (s *Session, err error) {
 	defer func() { settled(err) }()
 	begin := time.Now()
 	own, cancel := context.WithCancel(context.Background())
-	s = &Session{client: c, own: own, cancel: cancel, opened: make(chan struct{}), over: make(chan struct{}), calls: make(map[tensor.ID]handler)}
-	s.lanes.busy = make(chan struct{}, 1)
+	s = &Session{client: c, cancel: cancel, on: calling.New(c.sessionConfig(), calling.Config{
+		Pool: c.pool, ResultBytes: c.cfg.ResultBytes, StallTimeout: c.cfg.StallTimeout, InputIdle: c.cfg.InputIdle,
+		Idled: c.cfg.Idled, Attempt: c.attemptTask,
+	})}
 	ctx, stop := context.WithTimeoutCause(ctx, c.cfg.Wait+c.cfg.OpenTimeout, c.noAnswer())
 	defer stop()
 	unhook := context.AfterFunc(ctx, cancel)
@@ -67,28 +53,30 @@ func (c *Client) Session(ctx context.Context) (s *Session, err error) {
 		cancel()
 		return nil, c.sessionError(err)
 	}
-	s.sess = session.New(c.sessionConfig(), events{s})
-	lost := s.sess.Carry(wire.NewConn(rpc, nil))
+	lost := s.on.Carry(wire.NewConn(rpc, nil))
 	c.winding.Go(func() { s.windUp(lost) }) // Close waits for it
 	c.mu.Unlock()
 	select {
-	case <-s.opened:
+	case <-s.on.Opened:
 		if unhook() {
-			s.lanes.address, s.lanes.wait = c.address(rpc.Context()), laneWait+time.Since(begin)
+			s.on.Lanes = lanes.New(lanes.Config{
+				Session: s.on.Session, Most: c.cfg.Lanes, Fixed: c.cfg.FixedLanes, FarChunk: c.cfg.farChunk, Known: &c.lanes,
+				Address: c.address(rpc.Context()), Dial: c.dialLane, Opening: time.Since(begin), Go: c.winding.Go, Context: own,
+			})
 			return s, nil
 		} // else ctx has just ended
-	case <-s.sess.Stopped():
+	case <-s.on.Stopped():
 	case <-ctx.Done():
-		s.sess.Stop(c.sessionError(context.Cause(ctx)))
+		s.on.Stop(c.sessionError(context.Cause(ctx)))
 	}
-	<-s.over
-	return nil, c.sessionError(cmp.Or(context.Cause(ctx), error(s.err)))
+	<-s.on.Over
+	return nil, c.sessionError(cmp.Or(context.Cause(ctx), error(s.on.Err)))
 }
 
 // sessionConfig returns the configuration of a new session.
 func (c *Client) sessionConfig() stream.Config {
-	lanes := uint32(max(0, c.cfg.Lanes))
-	cfg := stream.Config{Session: tensor.NewID(), Lanes: lanes, LanesAtOnce: lanes, Check: c.cfg.Checksum, Limits: stream.Limits{
+	most := uint32(max(0, c.cfg.Lanes))
+	cfg := stream.Config{Session: tensor.NewID(), Lanes: most, LanesAtOnce: most, Check: c.cfg.Checksum, Limits: stream.Limits{
 		ChunkBytes:  uint32(c.cfg.ChunkBytes),
 		TensorBytes: tensorBytes, // a streamed result may have any size
 		SessionIdle: stream.Instant(365 * 24 * time.Hour),
@@ -122,55 +110,23 @@ func (s *Session) windUp(lost <-chan error) {
 	closing := s.client.closing
 	select {
 	case err := <-lost:
-		s.sess.Stop(cmp.Or(context.Cause(closing), err))
+		s.on.Stop(cmp.Or(context.Cause(closing), err))
 	case <-closing.Done():
-		s.sess.Stop(ErrClosed)
-	case <-s.sess.Stopped():
+		s.on.Stop(ErrClosed)
+	case <-s.on.Stopped():
 	}
-	s.err = s.client.sessionError(s.sess.Cause())
+	err := s.client.sessionError(s.on.Cause())
+	s.on.Err = err
 	s.cancel()
-	s.sess.Wait(frame.Code(s.err.Code), "the session has ended: "+s.err.Error())
-	close(s.over)
+	s.on.Wait(frame.Code(err.Code), "the session has ended: "+err.Error())
+	close(s.on.Over)
 }
 
 // Close ends the session, cancels its calls and waits for them.
 func (s *Session) Close() error {
-	s.sess.Stop(ErrClosed)
-	<-s.over
+	s.on.Stop(ErrClosed)
+	<-s.on.Over
 	return nil
-}
-
-// events are a Session as its machine sees it.
-type events struct{ *Session }
-
-// Received implements session.Handler.
-func (events) Received(*stream.Machine) {}
-
-// Event runs with the session locked.
-func (s events) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
-	if e.Kind == stream.EventOpened {
-		close(s.opened)
-	}
-	if c := s.calls[e.Call]; c != nil {
-		c.event(m, now, e)
-		c.over(e)
-	}
-}
-
-func (s *Session) status() (st stream.Status) {
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status() })
-	return st
-}
-
-// waits tells the server that the client waits for its own input or output, once for all
-// inputs and outputs.
-func (s *Session) waits(every time.Duration) {
-	s.sess.Do(func(m *stream.Machine, now stream.Instant) {
-		if s.said == 0 || now >= s.said+stream.Instant(every/2) {
-			s.said = now
-			m.Waits()
-		}
-	})
 }
 
 // Compute is like Client.Compute, on this session. It shares x until it returns.
@@ -209,45 +165,57 @@ func compute(ctx context.Context, call func(context.Context, Request) (*Call, er
 // not repeated: Client.Call's are.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	s.client.tally.calls.Add(1)
-	return newCall(s.run(ctx, r))
-}
-
-// run starts an attempt at a call.
-func (s *Session) run(ctx context.Context, r Request) (*run, error) {
-	c := &run{sinks: r.Results, to: r.To}
-	timeout := (max(0, r.Timeout) + time.Millisecond - 1) / time.Millisecond // never rounded to 0, which is no limit
-	part := frame.Call{ID: tensor.NewID(), Model: r.Model, Params: r.Params, TimeoutMillis: uint64(timeout)}
-	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
-	for i, in := range r.Inputs {
-		if _, err := in.check(); err != nil {
-			return nil, err
-		}
-		feeds[i] = feed{call: c, in: in, id: tensor.NewID()}
-		part.Inputs = append(part.Inputs, frame.Binding{Port: in.Port, Tensor: feeds[i].id})
-	}
-	for port, sink := range r.Results {
-		if sink.at != nil {
-			return nil, fmt.Errorf("%w: result %q: only Pull takes At; use Into or Writer", ErrInput, port)
-		}
-	}
-	err := c.open(ctx, s, part, c, func(m *stream.Machine, now stream.Instant) error {
-		for i := range feeds {
-			if err := feeds[i].open(m, now); err != nil {
-				m.Finish(frame.Done{Call: c.id, Code: frame.InvalidArgument, Message: err.Error()})
-				return err
-			}
-			c.sent += feeds[i].geo.Size
-			s.wantLane(m, feeds[i].geo.Size)
-		}
-		return nil
-	})
+	first, err := s.on.Call(ctx, r)
 	if err != nil {
 		return nil, err
 	}
-	for i := range feeds {
-		if feeds[i].in.streamed() {
-			c.using.Go(feeds[i].run) // ends with its reader or its Next, or with the call
-		}
-	}
+	c := &Call{cancel: func(error) {}}
+	c.now.Store(first)
 	return c, nil
+}
+
+// Ways reports how the bytes of a session's tensors were carried.
+type Ways struct {
+	SentBytes, ReceivedBytes         int64 // total
+	LaneSentBytes, LaneReceivedBytes int64 // the part carried by lanes
+	// Lanes is how many lanes there are now, and Why the reason that there are not more.
+	Lanes int
+	Why   string
+}
+
+// Lanes returns how many lanes there are now. Unlike Ways, it never waits, so that what the
+// session calls, such as an Input's release, may call it.
+func (s *Session) Lanes() int { return s.on.Lanes.Count() }
+
+// Ways returns how the bytes of the session's tensors have been carried so far.
+func (s *Session) Ways() (w Ways) {
+	s.on.Do(func(m *stream.Machine, _ stream.Instant) {
+		st := m.Status().Stats
+		w = Ways{SentBytes: st.BytesOut, ReceivedBytes: st.BytesIn, LaneSentBytes: st.LaneBytesOut, LaneReceivedBytes: st.LaneBytesIn}
+		w.Lanes, w.Why = s.on.Lanes.Open()
+	})
+	return w
+}
+
+// Lanes is like Session.Lanes, for the session that Compute uses; 0 while there is none.
+func (c *Client) Lanes() (n int) {
+	select {
+	case c.opening <- struct{}{}:
+		if c.shared != nil {
+			n = c.shared.Lanes()
+		}
+		<-c.opening
+	default:
+	}
+	return n
+}
+
+// Ways is like Session.Ways, for the session that Compute uses; zero before the first call.
+func (c *Client) Ways() Ways {
+	c.opening <- struct{}{}
+	defer func() { <-c.opening }()
+	if c.shared == nil {
+		return Ways{}
+	}
+	return c.shared.Ways()
 }

@@ -5,9 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"strconv"
-	"strings"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -16,73 +13,16 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/internal/wire"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Summary is the outcome of one tensor of a push or a pull.
-type Summary struct {
-	Name string
-	// Desc is zero if the tensor does not exist.
-	tensor.Desc
-	Bytes int64
-	// Digest is of all bytes, computed on both sides and compared.
-	Digest codec.Digest
-	// Durable: the tensor survives a crash of the server.
-	Durable bool
-	// Metadata is what was pushed with a pulled tensor.
-	Metadata map[string]string
-	// Evicted is how many other tensors the server's store evicted to make room for a pushed
-	// one, and EvictedBytes what they had: they are gone.
-	Evicted      int
-	EvictedBytes int64
-	// Data has the bytes of a pulled tensor that got memory of its own. It belongs to the
-	// caller.
-	Data []byte
-	// Err is why the tensor did not arrive; nil if it did.
-	Err error
-	// Transfer is the ID of the RPC, for Client.Transfer.
-	Transfer tensor.ID
-}
-
-// String returns the name and the desc, and the error if there is one.
-func (s Summary) String() string {
-	text := fmt.Sprintf("%q %v", s.Name, s.Desc)
-	if s.Err != nil {
-		text += ": " + s.Err.Error()
-	}
-	return text
-}
+type Summary = calling.Summary
 
 // Progress is the progress of one tensor.
-type Progress struct {
-	Name         string
-	Moved, Bytes int64 // so far, and in total
-}
-
-// transferred is one tensor of a push or a pull.
-type transferred struct {
-	Summary
-	over  bool
-	moved atomic.Int64   // bytes that the receiver has
-	told  int64          // of them, to Progress
-	sum   *frame.Summary // the server's; guarded by the session's lock until the call has ended
-}
-
-// end records the outcome of the tensor: the first counts.
-func (t *transferred) end(err error) {
-	if !t.over {
-		t.over, t.Err = true, err
-	}
-}
-
-// report tells progress, if not nil, what has moved.
-func (t *transferred) report(progress func(Progress), moved int64) {
-	if moved > t.told && progress != nil {
-		t.told = moved
-		progress(Progress{t.Name, moved, t.Bytes})
-	}
-}
+type Progress = calling.Progress
 
 // errorsOf joins the errors of summaries.
 func errorsOf(list []Summary) error {
@@ -91,20 +31,6 @@ func errorsOf(list []Summary) error {
 		all[i] = list[i].Err
 	}
 	return errors.Join(all...)
-}
-
-// evictedFor returns what a store evicted for a tensor.
-func evictedFor(s *frame.Summary) (tensors int, bytes int64) {
-	return int(s.Evicted), int64(min(s.EvictedBytes, math.MaxInt64))
-}
-
-// summaryError returns the error that a summary reports, or nil.
-func summaryError(s *frame.Summary) error {
-	text := s.Message
-	if name := strconv.Quote(s.Name); !strings.Contains(text, name) {
-		text = "tensor " + name + ": " + text
-	}
-	return refused(s.Call, s.Code, s.Reason, text, s.RetryAfterMillis)
 }
 
 // Stored is a tensor in a server's store.
@@ -140,8 +66,8 @@ func (c *Client) List(ctx context.Context, glob string) (list []Stored, sources 
 		}
 		bytes += proto.Size(page)
 		told += max(len(page.GetTensors()), 1) // empty pages count, too
-		if told > listTensors || bytes > listBytes {
-			return nil, nil, &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server lists more than %d tensors or %d bytes; narrow the glob", listTensors, listBytes)}
+		if told > listTensors || bytes > calling.ListBytes {
+			return nil, nil, &Error{Code: codes.ResourceExhausted, Message: fmt.Sprintf("the server lists more than %d tensors or %d bytes; narrow the glob", listTensors, calling.ListBytes)}
 		}
 		for _, t := range page.GetTensors() {
 			s, err := stored(t)
@@ -227,10 +153,10 @@ func (c *Client) Transfer(ctx context.Context, id tensor.ID) (*Transfer, error) 
 			return nil, &Error{Code: codes.Internal, Cause: err}
 		}
 		state := TensorState{
-			Summary: Summary{Name: s.Name, Bytes: int64(s.SizeBytes), Digest: s.Digest, Durable: s.Durable, Err: summaryError(&s), Transfer: id},
+			Summary: Summary{Name: s.Name, Bytes: int64(s.SizeBytes), Digest: s.Digest, Durable: s.Durable, Err: calling.SummaryError(&s), Transfer: id},
 			Open:    p.GetOpen(), Moved: int64(p.GetMovedBytes()),
 		}
-		state.Evicted, state.EvictedBytes = evictedFor(&s)
+		state.Evicted, state.EvictedBytes = calling.EvictedFor(&s)
 		t.Tensors = append(t.Tensors, state)
 	}
 	return t, nil

@@ -75,9 +75,11 @@ var layers = map[string][]string{
 
 	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
+	"internal/lanes":         {"frame", "internal/lane", "internal/session", "stream", "tensor"},
+	"internal/calling":       {"codec", "frame", "internal/glob", "internal/lanes", "internal/session", "reason", "slab", "stream", "tensor"},
 	"client/retry":           {},
 	"internal/bench":         {"api/tensorferry/v1", "client", "codec", "internal/proc", "slab", "tensor"},
-	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/glob", "internal/lane", "internal/session", "internal/wire", "reason", "slab", "stream", "tensor"},
+	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/calling", "internal/glob", "internal/lane", "internal/lanes", "internal/session", "internal/wire", "reason", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
 	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
@@ -206,17 +208,17 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench", "internal/cli/...", "client", "server", "compat/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench", "internal/cli/...", "internal/calling", "client", "server", "compat/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
 		"google.golang.org/grpc/codes",
-		[]string{"api/...", "server/status.go", "client/...", "compat/...", "internal/cli/..."},
+		[]string{"api/...", "server/status.go", "client/...", "internal/calling", "compat/...", "internal/cli/..."},
 		"errors meet gRPC's codes in one file; a client's error shows its code to the caller",
 	},
 	{
 		"google.golang.org/grpc/status",
-		[]string{"api/...", "server/status.go", "client/status.go", "compat/...", "internal/cli/..."},
+		[]string{"api/...", "server/status.go", "client/status.go", "internal/calling/status.go", "compat/...", "internal/cli/..."},
 		"errors become a gRPC status in one file",
 	},
 	{

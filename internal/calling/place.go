@@ -1,4 +1,4 @@
-package client
+package calling
 
 import (
 	"fmt"
@@ -7,32 +7,23 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/session"
-	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Sink is the destination of one result or pulled tensor. Create one with Into, Writer or
-// At.
+// Sink is the destination of one result or tensor of a get; if it is empty, memory is made for it.
 type Sink struct {
 	into []byte
 	open func(tensor.Desc) (io.Writer, error)
 	at   ReadWriterAt
 }
 
-// Into returns a Sink that stores a result in dst, whose length must be the result's size.
-// The caller lends dst until the call has ended.
+// Into is client.Into, which borrows dst.
 func Into(dst []byte) Sink { return Sink{into: dst} }
 
-// Writer returns a Sink that writes a result in order, as it arrives, to the writer that
-// open returns for its desc. A slow writer slows down the server but takes no more memory.
-// open and Write run on a goroutine of the call, or on that of Pull. open is called again for
-// another attempt; there is none once something is written.
+// Writer is client.Writer.
 func Writer(open func(tensor.Desc) (io.Writer, error)) Sink { return Sink{open: open} }
 
-// At returns a Sink that writes each chunk of a tensor to w, at its offset, as it arrives.
-// Only Pull supports it. w is also read, for the digest, if chunks arrive out of order. All
-// of this happens on the goroutine of Pull.
+// At is client.At.
 func At(w ReadWriterAt) Sink { return Sink{at: w} }
 
 // ReadWriterAt is implemented by *os.File, for example.
@@ -42,8 +33,8 @@ type ReadWriterAt interface {
 }
 
 // memory returns memory for a tensor: that of Into, or its own.
-func (s *Sink) memory(c *Client, d tensor.Desc, size int64) ([]byte, error) {
-	switch most := c.cfg.ResultBytes; {
+func (s *Sink) memory(d tensor.Desc, size, most int64) ([]byte, error) {
+	switch {
 	case s.into != nil && int64(len(s.into)) != size:
 		return nil, fmt.Errorf("%v has %d bytes, but Into was given %d", d, size, len(s.into))
 	case s.into != nil:
@@ -118,12 +109,4 @@ func (p *place) digest() (codec.Digest, error) {
 		p.order.Wrote(next, p.into[next:])
 	}
 	return p.order.Sum(), nil
-}
-
-// stage lends memory for a tensor on allowance; without any, the tensor fails. The session is
-// locked.
-func (s *Session) stage(m *stream.Machine, now stream.Instant, l *session.Landing) {
-	if mem, err := s.client.pool.Get(int(l.Geo.Size)); err == nil {
-		l.Stage(m, now, mem)
-	}
 }

@@ -1,4 +1,4 @@
-package client
+package lanes
 
 import (
 	"cmp"
@@ -64,59 +64,58 @@ func (g *growth) next(l look, n, most int) (want int, why string) {
 }
 
 // grow has as many lanes as are worth it, up to most.
-func (s *Session) grow(most int) {
+func (l *Lanes) grow(most int) {
 	for g := new(growth); ; {
-		seen, ok := s.look()
+		seen, ok := l.look()
 		if !ok {
 			return
 		}
 		keep := most
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-			l := &s.lanes
+		l.Session.Do(func(m *stream.Machine, _ stream.Instant) {
 			if seen.rate == 0 || len(l.open) < l.want { // some are still being opened
 				return
 			}
 			was := g.enough
 			want, why := g.next(seen, l.want, most)
 			l.want, keep, l.why = want, want, cmp.Or(why, l.why)
-			if g.enough && !was && s.client.knownLanes().off == "" {
-				s.client.lanes.Store(&lanesKnown{until: time.Now().Add(laneMemoryTime), want: want})
+			if g.enough && !was && l.Known.now().off == "" {
+				l.Known.Store(&known{until: time.Now().Add(laneMemoryTime), want: want})
 			}
-			s.openLanes(m)
+			l.fill(m)
 		})
-		s.sess.KeepLanes(keep)
+		l.Session.KeepLanes(keep)
 	}
 }
 
 // look looks at the lanes for a while. It returns false when the session has ended.
-func (s *Session) look() (seen look, ok bool) {
+func (l *Lanes) look() (seen look, ok bool) {
 	var from int64
 	var long, least time.Duration
-	s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		from, least = byLanes(m), s.lanes.trip
+	l.Session.Do(func(m *stream.Machine, _ stream.Instant) {
+		from, least = byLanes(m), l.trip
 		long = min(max(roadTrips*least, roadLeast), roadMost)
-		s.lanes.road() // what was before
+		l.road() // what was before
 	})
 	begin, queue := time.Now(), long
 	var all lane.Road
 	for range roadTrips {
 		select {
 		case <-time.After(long / roadTrips):
-		case <-s.sess.Stopped():
+		case <-l.Session.Stopped():
 			return look{}, false
 		}
 		busy, idle := false, false
-		s.sess.Do(func(m *stream.Machine, _ stream.Instant) {
+		l.Session.Do(func(m *stream.Machine, _ stream.Instant) {
 			busy, idle = m.LanesBusy(), m.Status().Calls == 0
-			now := s.lanes.road()
+			now := l.road()
 			queue = min(queue, now.Trip-least)
 			all.Moved, all.Sent, all.Again = all.Moved+now.Moved, all.Sent+now.Sent, all.Again+now.Again
 			seen.rate = float64(cmp.Or(all.Moved, byLanes(m)-from)) / time.Since(begin).Seconds()
 		})
 		if idle {
 			select {
-			case <-s.lanes.busy:
-			case <-s.sess.Stopped():
+			case <-l.busy:
+			case <-l.Session.Stopped():
 			}
 		}
 		if !busy {
@@ -132,9 +131,8 @@ func (s *Session) look() (seen look, ok bool) {
 	return seen, true
 }
 
-// road returns what the lanes have carried since the last time, with the least round trip. The
-// session is locked.
-func (l *lanes) road() (all lane.Road) {
+// road returns what the lanes have carried since the last time, with the least round trip.
+func (l *Lanes) road() (all lane.Road) {
 	for _, c := range l.open {
 		r := c.Road()
 		all.Trip = min(cmp.Or(all.Trip, r.Trip), cmp.Or(r.Trip, all.Trip))

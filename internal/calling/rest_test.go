@@ -1,4 +1,4 @@
-package client
+package calling
 
 import (
 	"testing"
@@ -47,7 +47,7 @@ func TestAServerIsToldWhileTheCallersCodeRests(t *testing.T) {
 					require.Empty(t, over)
 				} else {
 					require.Len(t, over, 1)
-					require.ErrorIs(t, over[0], ErrInputIdle)
+					require.ErrorIs(t, over[0], Causes.InputIdle)
 					require.ErrorContains(t, over[0], tc.over)
 				}
 				c.end()

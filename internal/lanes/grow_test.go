@@ -1,4 +1,4 @@
-package client
+package lanes
 
 import (
 	"strings"
@@ -74,7 +74,7 @@ func TestLanesGrowAsFarAsTheyAreWorthIt(t *testing.T) {
 		}, farLanes, "full"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n, why := lanesAfter(200, mostLanes, tc.line)
+			n, why := lanesAfter(200, 64, tc.line)
 			require.Equal(t, tc.want, n, why)
 			require.True(t, strings.Contains(why, tc.why), why)
 		})
@@ -92,7 +92,7 @@ func TestAStepThatTheServerRefusesIsNotUndone(t *testing.T) {
 	testkit.Start(t)
 	g := new(growth)
 	for range 20 {
-		if n, why := g.next(look{rate: 1e6}, 4, mostLanes); n < 4 || strings.Contains(why, "carried") {
+		if n, why := g.next(look{rate: 1e6}, 4, 64); n < 4 || strings.Contains(why, "carried") {
 			t.Fatalf("%d lanes: %s", n, why)
 		}
 	}
@@ -104,7 +104,7 @@ func TestStepsInVainBecomeRare(t *testing.T) {
 	testkit.Start(t)
 	g, n, steps := new(growth), farLanes, 0
 	for i := range 2000 {
-		want, _ := g.next(look{rate: 1e6 * float64(1+i/10%2)}, n, mostLanes)
+		want, _ := g.next(look{rate: 1e6 * float64(1+i/10%2)}, n, 64)
 		if want > n {
 			steps++
 		}

@@ -1,4 +1,4 @@
-package client
+package calling
 
 import (
 	"context"
@@ -22,8 +22,8 @@ type task struct {
 	unhook  func() bool        // of the caller's context
 	news    session.News
 
-	begun   time.Time
-	settled func(error) // tells whether the attempt has succeeded, once
+	begun time.Time
+	ended func(Outcome) // called once
 
 	// Guarded by the session's lock until ctx has ended.
 	done           frame.Done
@@ -35,39 +35,38 @@ type task struct {
 // the caller's ctx stops it.
 func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler, then func(m *stream.Machine, now stream.Instant) error) (err error) {
 	if ctx.Err() != nil {
-		return causeError(context.Cause(ctx))
+		return CauseError(context.Cause(ctx))
 	}
-	if t.settled, err = s.client.attempt(); err != nil {
+	if t.ended, err = s.cfg.Attempt(); err != nil {
 		return err
 	}
 	defer func() {
 		if err != nil {
-			t.settled(err)
+			t.ended(Outcome{Err: err})
 		}
 	}()
-	s.client.tally.attempts.Add(1)
 	t.session, t.id, t.stored, t.news, t.begun = s, part.ID, part.Stored(), make(session.News, 1), time.Now()
 	t.ctx, t.cancel = context.WithCancel(context.Background())
-	s.sess.DoSend(func(m *stream.Machine, now stream.Instant) {
+	s.DoSend(func(m *stream.Machine, now stream.Instant) {
 		if err = m.OpenCall(now, part); err == nil {
-			s.calls[t.id] = h
+			s.open[t.id] = h
 			err = then(m, now)
 		}
 	})
 	switch {
 	case errors.Is(err, stream.ErrDraining):
-		return failed(ErrDraining).refused()
+		return AsRefused(Failed(Causes.Draining))
 	case errors.Is(err, stream.ErrClosed):
 		select {
-		case <-s.over: // err is set by then
-			return s.err.refused()
+		case <-s.Over:
+			return AsRefused(s.Err)
 		case <-ctx.Done():
-			return causeError(context.Cause(ctx))
+			return CauseError(context.Cause(ctx))
 		}
 	case err != nil:
-		return fmt.Errorf("%w: %w", ErrInput, err)
+		return fmt.Errorf("%w: %w", Causes.Input, err)
 	}
-	t.unhook = context.AfterFunc(ctx, func() { t.stop(context.Cause(ctx)) })
+	t.unhook = context.AfterFunc(ctx, func() { t.Stop(context.Cause(ctx)) })
 	return nil
 }
 
@@ -75,21 +74,22 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 func (t *task) over(e stream.Event) {
 	switch {
 	case e.Kind == stream.EventStop && t.stored && t.cause == nil && e.Code == frame.DeadlineExceeded: // otherwise it was not for the server
-		t.cause = fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", ErrNoAnswer, t.session.client.cfg.StallTimeout)
+		t.cause = fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", Causes.NoAnswer, t.session.cfg.StallTimeout)
 	case e.Kind == stream.EventClosed:
-		delete(t.session.calls, t.id)
+		delete(t.session.open, t.id)
 		t.done = *e.Done
-		err := t.failed()
-		t.session.client.tally.ended(codeOf(err), time.Since(t.begun), time.Duration(t.done.Timings.Total), t.sent, t.received)
-		t.settled(err)
+		t.ended(Outcome{t.failed(), time.Since(t.begun), time.Duration(t.done.Timings.Total), t.sent, t.received})
 		t.cancel()
 	}
 }
 
-// stop cancels the task with a cause on this side, unless it has ended.
-func (t *task) stop(cause error) {
-	t.session.sess.Do(func(m *stream.Machine, _ stream.Instant) {
-		if t.session.calls[t.id] != nil && t.cause == nil {
+// ID returns the ID of the call, put or get.
+func (t *task) ID() tensor.ID { return t.id }
+
+// Stop cancels the task with a cause on this side, unless it has ended.
+func (t *task) Stop(cause error) {
+	t.session.Do(func(m *stream.Machine, _ stream.Instant) {
+		if t.session.open[t.id] != nil && t.cause == nil {
 			t.cause = cause
 		}
 		m.Finish(frame.Done{Call: t.id, Code: frame.Cancelled, Message: "cancelled by the caller"})
@@ -109,11 +109,11 @@ func (t *task) wait() bool {
 // err returns the task's error. The end of the caller's ctx outranks what it caused. It must
 // only be called after the task's ctx has ended.
 func (t *task) err(ctx context.Context) (err error) {
-	t.session.sess.Do(func(*stream.Machine, stream.Instant) {
+	t.session.Do(func(*stream.Machine, stream.Instant) {
 		err = t.failed()
 	})
 	if err != nil && ctx.Err() != nil {
-		err = t.named(causeError(context.Cause(ctx)))
+		err = t.named(CauseError(context.Cause(ctx)))
 	}
 	return err
 }
@@ -128,7 +128,7 @@ func (t *task) named(e *Error) *Error {
 // failed returns why the task has failed, or nil; the session is locked.
 func (t *task) failed() error {
 	if t.cause != nil {
-		return t.named(causeError(t.cause))
+		return t.named(CauseError(t.cause))
 	}
 	err := refused(t.id, t.done.Code, t.done.Reason, t.done.Message, t.done.RetryAfterMillis)
 	if own, ok := errors.AsType[*Error](err); ok {
@@ -139,8 +139,8 @@ func (t *task) failed() error {
 
 // rests returns a clock for the caller's code. While that blocks, the server is told.
 func (t *task) rests(kind, name string) (r *restClock) {
-	cfg := &t.session.client.cfg
-	r = newRestClock(kind, name, cfg.InputIdle, time.Duration(t.session.status().PeerChunkIdle), func() {
+	cfg := &t.session.cfg
+	r = newRestClock(kind, name, cfg.InputIdle, time.Duration(t.session.Status().PeerChunkIdle), func() {
 		if t.ctx.Err() == nil {
 			t.session.waits(r.every)
 			return
@@ -150,8 +150,8 @@ func (t *task) rests(kind, name string) (r *restClock) {
 			cfg.Idled(err)
 		}
 	}, func(cause error) {
-		t.stop(cause)
-		cfg.Idled(causeError(cause))
+		t.Stop(cause)
+		cfg.Idled(CauseError(cause))
 	})
 	return r
 }

@@ -1,4 +1,4 @@
-package client
+package calling
 
 import (
 	"bytes"
@@ -40,22 +40,14 @@ type Input struct {
 	Release func()
 }
 
-// From returns an Input for a tensor, whose bytes it shares.
-func From(port string, t tensor.Tensor) Input { return Input{Port: port, Desc: t.Desc, Data: t.Data} }
-
-// FromReader returns an Input whose bytes come from r.
-func FromReader(port string, d tensor.Desc, r io.Reader) Input {
-	return Input{Port: port, Desc: d, Reader: r}
-}
-
-// check returns how many bytes the input has.
-func (in *Input) check() (int64, error) {
+// Check returns how many bytes the input has.
+func (in *Input) Check() (int64, error) {
 	n, err := in.Bytes()
 	if err != nil {
-		return 0, fmt.Errorf("%w: input %q: %w", ErrInput, in.Port, err)
+		return 0, fmt.Errorf("%w: input %q: %w", Causes.Input, in.Port, err)
 	}
 	if !in.streamed() && int64(len(in.Data)) != n {
-		return 0, fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", ErrInput, in.Port, in.Desc, n, len(in.Data))
+		return 0, fmt.Errorf("%w: input %q: %v needs %d bytes, got %d", Causes.Input, in.Port, in.Desc, n, len(in.Data))
 	}
 	return n, nil
 }
@@ -66,10 +58,10 @@ func (in *Input) streamed() bool { return in.Reader != nil || in.Next != nil }
 // source reads a tensor from a Reader.
 type source struct {
 	io.Reader
-	client *Client
-	rest   *restClock
-	what   string // "input", for example, and its name
-	size   int64
+	pool *slab.Pool
+	rest *restClock
+	what string // "input", for example, and its name
+	size int64
 }
 
 // view reads bytes [off, off+n), the next ones, and hands over what holds them.
@@ -83,7 +75,7 @@ func (s *source) view(off, n int64) ([]byte, interface{ Release() }, error) {
 
 // read reads the next bytes, most of them or at least least, and hands over what holds them.
 func (s *source) read(off int64, most, least int) (*slab.Slab, int, error) {
-	mem, err := s.client.pool.Get(most)
+	mem, err := s.pool.Get(most)
 	if err != nil {
 		return nil, 0, fmt.Errorf("client: %s: %w", s.what, err)
 	}
@@ -93,14 +85,14 @@ func (s *source) read(off int64, most, least int) (*slab.Slab, int, error) {
 	s.rest.stop()
 	if err != nil {
 		mem.Release()
-		return nil, 0, fmt.Errorf("%w: %s ended after %d of %d bytes: %w", ErrInput, s.what, off+int64(got), s.size, err)
+		return nil, 0, fmt.Errorf("%w: %s ended after %d of %d bytes: %w", Causes.Input, s.what, off+int64(got), s.size, err)
 	}
 	return mem, got, nil
 }
 
 // feed sends an input of a call.
 type feed struct {
-	call *run
+	call *Call
 	in   Input
 	id   tensor.ID
 
@@ -112,7 +104,7 @@ type feed struct {
 // bytes. The session is locked.
 func (f *feed) open(m *stream.Machine, now stream.Instant) error {
 	var err error
-	if f.geo, err = f.call.session.geometry(m, f.in.Desc); err != nil {
+	if f.geo, err = f.call.session.Lanes.Geometry(m, f.in.Desc); err != nil {
 		return err
 	}
 	d := f.desc()
@@ -138,12 +130,12 @@ func (f *feed) desc() frame.Desc {
 // announce announces a streamed input in chunks of item bytes, unless that is done or the
 // call is over, and returns how many chunks are read ahead.
 func (f *feed) announce(item int64) (ahead int) {
-	f.call.session.sess.Do(func(m *stream.Machine, now stream.Instant) {
+	f.call.session.Do(func(m *stream.Machine, now stream.Instant) {
 		chunk := even(max(item, f.geo.Size/tensor.MaxChunks+1), f.geo.ChunkBytes, int64(f.in.DType.Bits()/8))
 		if !f.announced && f.geo.Size/chunk < tensor.MaxChunks {
 			f.geo.ChunkBytes = chunk
 		}
-		ahead = slots * int(min(max(1, mib/f.geo.ChunkBytes), smallChunks))
+		ahead = slots * int(min(max(1, (1<<20)/f.geo.ChunkBytes), smallChunks))
 		if f.announced {
 			return
 		}
@@ -203,18 +195,18 @@ func (f *feed) run() {
 		f.pass(rest)
 		return
 	}
-	from := source{f.in.Reader, c.session.client, rest, fmt.Sprintf("input %q", f.in.Port), f.geo.Size}
+	from := source{f.in.Reader, c.session.cfg.Pool, rest, fmt.Sprintf("input %q", f.in.Port), f.geo.Size}
 	mem, n, err := from.read(0, int(most), int(min(row, most)))
 	if err != nil {
-		c.stop(err)
+		c.Stop(err)
 		return
 	}
 	defer mem.Release()
 	from.Reader = io.MultiReader(bytes.NewReader(mem.Bytes()[:n]), f.in.Reader)
-	feed := session.Feed{Session: c.session.sess, View: from.view, Pieces: f.announce(max(row, int64(n)/row*row)), Plain: true}
+	feed := session.Feed{Session: c.session, View: from.view, Pieces: f.announce(max(row, int64(n)/row*row)), Plain: true}
 	_, err = feed.Send(c.ctx, f.id, f.geo)
 	if own, ok := errors.AsType[*session.SourceError](err); ok {
-		c.stop(own.Err)
+		c.Stop(own.Err)
 	}
 	<-c.ctx.Done()
 }
@@ -227,13 +219,13 @@ func (f *feed) pass(rest *restClock) {
 		data, release, err := f.in.Next(c.ctx.Done())
 		rest.stop()
 		if err != nil {
-			c.stop(fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", ErrInput, f.in.Port, off, f.geo.Size, err))
+			c.Stop(fmt.Errorf("%w: input %q ended after %d of %d bytes: %w", Causes.Input, f.in.Port, off, f.geo.Size, err))
 			return
 		}
 		if off == 0 {
 			f.announce(int64(len(data)))
 		}
-		c.session.sess.Do(func(m *stream.Machine, now stream.Instant) { err = f.offer(m, now, off, data, release) })
+		c.session.Do(func(m *stream.Machine, now stream.Instant) { err = f.offer(m, now, off, data, release) })
 		if err != nil { // the call is over
 			release()
 			return

@@ -1,4 +1,4 @@
-package client
+package calling
 
 import (
 	"cmp"
@@ -78,7 +78,7 @@ func (c *restClock) tick() {
 	c.mu.Unlock()
 	switch {
 	case over:
-		c.over(fmt.Errorf("%w: nothing from or for %s in %v", ErrInputIdle, what, c.limit))
+		c.over(fmt.Errorf("%w: nothing from or for %s in %v", Causes.InputIdle, what, c.limit))
 		return
 	case !runs:
 		return
