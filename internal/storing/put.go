@@ -344,7 +344,7 @@ func (p *put) commit() {
 		p.abort() // what is stored stays
 		what := "nothing of the set is stored: "
 		if len(stored) > 0 {
-			what = "the set is stored, but may not protect a crash of the server: "
+			what = "the set is stored, but may not survive a crash of the server: "
 		}
 		sum := p.failed(frame.Summary{}, err)
 		d = frame.Done{Code: sum.Code, Message: what + sum.Message, RetryAfterMillis: sum.RetryAfterMillis, Reason: sum.Reason}
