@@ -12,8 +12,5 @@ func (h *Host) Pool() *slab.Pool { return h.pool }
 // Budget returns the budget that every run of the host's models is admitted by.
 func (h *Host) Budget() *slab.Budget { return h.budget }
 
-// Closing is c, whose hosts and runs wait for so long to be closed.
-func (c Config) Closing(wait time.Duration) Config {
-	c.closing = wait
-	return c
-}
+// Closing says how long hosts and runs wait to be closed.
+func (c *Config) Closing(wait time.Duration) { c.closing = wait }

@@ -150,7 +150,8 @@ func TestADriverThatHangsHoldsUpNobodyForLong(t *testing.T) {
 }
 
 func (tc hang) test(t *testing.T, r *rig, opening *sync.Mutex) {
-	c := r.config(48 * mib).Closing(time.Second)
+	c := r.config(48 * mib)
+	c.Closing(time.Second)
 	if tc.by != nobody {
 		c.Hang = time.Second
 	}
