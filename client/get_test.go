@@ -62,7 +62,7 @@ func TestAPullOfTooManyTensorsGivesItsMemoryBack(t *testing.T) {
 		c, err := Dial(l.Addr().String(), Config{})
 		require.NoError(t, err)
 		for range 5 {
-			ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+			ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 			_, err = c.Pull(ctx, PullRequest{Select: []Selection{{Name: "x"}}})
 			cancel()
 			require.Error(t, err)
