@@ -235,7 +235,7 @@ fuzz-1m: ## Fuzz each target for a million executions
 generate: ## Rewrite the Go code of the wire contract
 	$(TOOL) buf generate
 
-reference: ## Rewrite docs/commands.md from the commands
+reference: ## Rewrite docs/commands.md from the commands, and the table of docs/errors.md
 	$(GO) test ./cmd/tensorferry -run Reference -rewrite
 
 packages: ## Rewrite the table of docs/packages.md from the packages, and lower the ceiling of internal/house

@@ -84,13 +84,13 @@ func (c *Client) notDialed(err error) *Error {
 // notSecured returns the error of a handshake. Whatever is not about the connection says that
 // one side refused the other.
 func notSecured(err error) *Error {
-	alert, alerted := errors.AsType[tls.AlertError](err)
+	alert := alertOf(err)
 	_, network := errors.AsType[net.Error](err)
 	e := &Error{Code: codes.Unauthenticated, Reason: reason.Of(err), Message: strings.TrimPrefix(err.Error(), "identity: ")}
 	switch {
-	case alert == certificateRequired:
+	case alert != nil && alert.Error() == certificateRequired.Error():
 		e.Reason = reason.CertRequired
-	case !alerted && (network || hungUp(err) || errors.Is(err, context.Canceled)):
+	case alert == nil && (network || hungUp(err) || errors.Is(err, context.Canceled)):
 		e.Code = codes.Unavailable
 	}
 	return e
@@ -100,9 +100,17 @@ func notSecured(err error) *Error {
 // certificate (RFC 8446, section 6).
 const certificateRequired tls.AlertError = 116
 
+// alertOf returns the alert with which the peer ended a connection, or nil.
+func alertOf(err error) error {
+	if op, ok := errors.AsType[*net.OpError](err); ok && op.Op == "remote error" { // as crypto/tls has it
+		return op.Err
+	}
+	return nil
+}
+
 // notAnswered returns the error of a connection whose peer has said nothing.
 func (c *Client) notAnswered(err error) *Error {
-	if _, ok := errors.AsType[tls.AlertError](err); ok { // the handshake's last word
+	if alertOf(err) != nil { // the handshake's last word
 		return notSecured(fmt.Errorf("the server ended the handshake: %w", err))
 	}
 	if hungUp(err) {

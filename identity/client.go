@@ -90,7 +90,7 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 	conn, info, err := credentials.NewTLS(cfg).ClientHandshake(ctx, cmp.Or(c.files.ServerName, authority), raw)
 	var record tls.RecordHeaderError
 	var bad *tls.CertificateVerificationError
-	var alert tls.AlertError
+	var op *net.OpError
 	switch {
 	case err == nil:
 		return conn, info, nil
@@ -100,8 +100,8 @@ func (c *clientCredentials) ClientHandshake(ctx context.Context, authority strin
 			known = "in " + c.files.CA
 		}
 		err = servers.refused(bad.Err, known)
-	case errors.As(err, &alert):
-		err = refused("", "the server ended the handshake: %s", alert.Error())
+	case errors.As(err, &op) && op.Op == "remote error": // an alert, of crypto/tls
+		err = refused("", "the server ended the handshake: %s", op.Err)
 	case errors.As(err, &record):
 		err = refused(reason.ServerWithoutTLS, "the server does not speak TLS")
 	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), errors.Is(err, syscall.ECONNRESET):

@@ -16,7 +16,7 @@ var Table = []Row{
 	{"OUT_OF_RANGE", "OUT_OF_RANGE", Client, false, ExitFailure, "only a server of another kind says this", ""},
 	{"UNIMPLEMENTED", "UNIMPLEMENTED", Server, false, ExitFailure, "the server does not have this RPC: it is older, or of another kind", ""},
 	{"INTERNAL", "INTERNAL", Server, false, ExitFailure, "a defect; a cause that is not for all callers is kept under the call's id (tensorferry info --call)", ""},
-	{"UNAVAILABLE", "UNAVAILABLE", Either, true, ExitConnection, "the connection broke, or the server cannot do it now", "the connection broke; run it again"},
+	{"UNAVAILABLE", "UNAVAILABLE", Either, true, ExitConnection, "the connection broke, or the server cannot do it now", "the connection broke, or the server takes nothing now; run it again"},
 	{"DATA_LOSS", "DATA_LOSS", Either, true, ExitIntegrity, "bytes were damaged or are missing: a chunk arrived damaged three times, or once in a push or a pull by itself, or a digest differs", "try it again; if it stays so, the server's disk or the way there does damage: push the tensor anew"},
 	{"UNAUTHENTICATED", "UNAUTHENTICATED", Client, false, ExitAuth, "one side does not know the other", "--ca names the CA of the server's certificate; --token, or --cert and --key, identify you; for a server without TLS leave all of them out"},
 

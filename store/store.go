@@ -35,7 +35,7 @@ var (
 	// ErrFull is wrapped when there is no room for a tensor.
 	ErrFull = errors.New("store: the store is full")
 	// ErrTooSmall is wrapped, too, when there will never be room for it.
-	ErrTooSmall = fmt.Errorf("store: %w", tensor.ErrTooLarge)
+	ErrTooSmall error = tooSmallError{ErrFull}
 	// ErrDiskFull is wrapped, too, when the disk is full.
 	ErrDiskFull = errors.New("store: not enough disk space")
 	// ErrNotFound is wrapped when no tensor, or no source, has a name.
@@ -85,6 +85,14 @@ func (i Info) Clone() Info {
 	i.Desc = i.Desc.Clone()
 	return i
 }
+
+// tooSmallError is an ErrFull that is a tensor.ErrTooLarge, too: to try again does not help.
+type tooSmallError struct{ error }
+
+func (e tooSmallError) Unwrap() error { return e.error }
+
+// Is reports whether target is tensor.ErrTooLarge.
+func (tooSmallError) Is(target error) bool { return target == tensor.ErrTooLarge }
 
 // Store keeps tensors by name. It is safe for concurrent use.
 //

@@ -17,6 +17,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/verbs"
+	"github.com/tensorferry/tensorferry/reason"
 )
 
 var rewrite = flag.Bool("rewrite", false, "write docs/commands.md")
@@ -95,9 +96,42 @@ func TestEveryCommandSaysWhatItDoes(t *testing.T) {
 }
 
 func TestExitCodesAreInOneTable(t *testing.T) {
-	for _, f := range fail.Failures {
-		require.Contains(t, fail.Exits, f.Exit)
+	for _, r := range reason.Table {
+		require.Contains(t, fail.Exits, r.Exit)
 	}
+}
+
+// reasons is the table of docs/errors.md.
+func reasons() string {
+	var b strings.Builder
+	b.WriteString("| reason | code | means | again? | who can mend it | exit | hint |\n|---|---|---|---|---|---|---|\n")
+	for _, r := range reason.Table {
+		code, again := string(r.Code), "no"
+		if r.Reason == r.Code {
+			code = ""
+		}
+		if r.Retry {
+			again = "yes"
+		}
+		hint := strings.NewReplacer(reason.Asked, "", reason.Flag, "--server").Replace(r.Do)
+		fmt.Fprintf(&b, "| `%s` | %s | %s | %s | %s | %d | %s |\n", r.Reason, code, r.Title, again, r.Side, r.Exit, hint)
+	}
+	return b.String()
+}
+
+func TestTheReferenceOfErrorsIsTheTableOfReasons(t *testing.T) {
+	const path, begin, end = "../../docs/errors.md", "<!-- begin: make reference -->\n\n", "\n<!-- end -->"
+	page, err := os.ReadFile(path)
+	require.NoError(t, err)
+	before, rest, ok := strings.Cut(string(page), begin)
+	_, after, closed := strings.Cut(rest, end)
+	require.True(t, ok && closed, "docs/errors.md has no place for the table")
+	want := before + begin + reasons() + end + after
+	if *rewrite {
+		require.NoError(t, os.WriteFile(path, []byte(want), 0o600))
+		return
+	}
+	require.Empty(t, cmp.Diff(want, string(page)), "run make reference")
 }
 
 // TestWhatIsMistypedExitsWithUsage mistypes each flag of each command, and gives those

@@ -36,6 +36,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -594,7 +595,7 @@ func TestACommandOfAnotherKindOfServerSaysSo(t *testing.T) {
 				t.Errorf("%v: %v", args, err)
 			}
 			require.Contains(t, string(out), says, args)
-			require.Equal(t, says != "ends connections at once", strings.Contains(string(out), "\nhint: "+fail.HintNotServer+"\n"), "%s", out)
+			require.Equal(t, says != "ends connections at once", strings.Contains(string(out), "\nhint: "+reason.Find(reason.NotServer, "").Do+"\n"), "%s", out)
 		}
 	}
 }

@@ -1,6 +1,7 @@
 package calling
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,11 +45,22 @@ func (e *Error) Error() string {
 	if e.Cause != nil {
 		return "client: " + strings.TrimPrefix(e.Cause.Error(), "client: ")
 	}
-	if !e.Call.IsZero() && (e.Code == codes.Internal || e.Code == codes.Unknown) { // the server knows more
-		return fmt.Sprintf("client: %s: %s (call %s)", e.Code, e.Message, e.Call)
-	}
-	return fmt.Sprintf("client: %s: %s", e.Code, e.Message)
+	return fmt.Sprintf("client: %s: %s", e.Code, e.Plain())
 }
+
+// Plain returns what the error says to people.
+func (e *Error) Plain() string {
+	switch {
+	case e.Cause != nil:
+		return reason.Plain(e.Cause)
+	case !e.Call.IsZero() && (e.Code == codes.Internal || e.Code == codes.Unknown): // the server knows more
+		return fmt.Sprintf("%s (call %s)", e.Message, e.Call)
+	}
+	return e.Message
+}
+
+// Why returns the reason, or that of the cause.
+func (e *Error) Why() reason.Reason { return cmp.Or(e.Reason, reason.Of(e.Cause)) }
 
 // Is reports whether target is the error of a context that says what the code says, as a timeout
 // of the server's does, or that ended while the client waited for another attempt.
@@ -64,7 +76,7 @@ func (e *Error) Unwrap() error { return e.Cause }
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Error()) }
 
 // Row returns what package reason says of the failure.
-func (e *Error) Row() reason.Row { return reason.Find(e.Reason, frame.Code(e.Code).String()) }
+func (e *Error) Row() reason.Row { return reason.Find(e.Why(), frame.Code(e.Code).String()) }
 
 // Retryable reports whether the same can succeed later. Whether something then happens twice is
 // another question: see Refused.

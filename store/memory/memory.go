@@ -94,8 +94,8 @@ func (m *Store) Create(ctx context.Context, name string, d tensor.Desc, metadata
 // reserve charges room bytes, and evicts tensors for them if it may and must.
 func (m *Store) reserve(name string, room int64) (evicted []store.Info, err error) {
 	if room > m.limit {
-		return nil, fmt.Errorf("%w: %w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room",
-			store.ErrFull, store.ErrTooSmall, name, room, m.limit) // too large: to try again does not help
+		return nil, fmt.Errorf("%w: tensor %q takes %d bytes, the limit is %d; a larger store, or one in a folder, has more room",
+			store.ErrTooSmall, name, room, m.limit)
 	}
 	m.index.Lock()
 	defer m.index.Unlock()

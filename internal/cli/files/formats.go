@@ -63,7 +63,7 @@ func formatError(title string, head []byte, raw RawInput, err error) error {
 	case zip && bytes.Contains(head, []byte("/data.pkl")):
 		return fail.Hinted(fmt.Errorf("%s is a PyTorch file with another extension", title), "rename it to end in .pt")
 	case f.name != "":
-		return fail.Hinted(fmt.Errorf("%s: %s files are not supported", title, f.name), "convert it in Python: "+f.convert)
+		return fail.Hinted(fail.In(title, fmt.Errorf("%s files are not supported", f.name)), "convert it in Python: "+f.convert)
 	case zip:
 		return fail.Hinted(fmt.Errorf("%s is a zip archive, not a .npy file", title), "files of numpy.savez must have names that end in .npz")
 	case len(head) > 9 && binary.LittleEndian.Uint64(head) <= tensorfile.MaxSafetensorsHeader && head[8] == '{':

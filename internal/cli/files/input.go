@@ -165,7 +165,7 @@ type unknown struct {
 
 // Errors joins the errors of the tensors that cannot be read.
 func (o *Opened) Errors() error {
-	return errors.Join(display.Each(o.Unknown, func(u unknown) error { return fmt.Errorf("%s: %w", o.Path, u.Err) })...)
+	return errors.Join(display.Each(o.Unknown, func(u unknown) error { return fail.In(o.Path, u.Err) })...)
 }
 
 // StdinTwice is what to say of stdin where it is named twice.
@@ -198,7 +198,7 @@ func (i *Opener) Open(ctx context.Context, file string) (*Opened, error) {
 	}
 	o, err := Interruptible(ctx, func() (*Opened, error) { return openFile(file, i.Raw, stdin) })
 	if p, ok := errors.AsType[*fs.PathError](err); ok {
-		err = fmt.Errorf("%s: %w", p.Path, p.Err) // without stat or open
+		err = fail.In(p.Path, p.Err) // without stat or open
 	}
 	return o, err
 }
@@ -268,12 +268,12 @@ func openSeveral(path string, only []string) (*Opened, error) {
 		a, err := tensorOf(name)
 		switch {
 		case errors.Is(err, tensorfile.ErrNotFound):
-			err = fail.Hinted(fmt.Errorf("%s: %w: %q", o.Path, tensorfile.ErrNotFound, name), "tensorferry show "+o.Path+" lists its tensors")
+			err = fail.Hinted(fail.In(o.Path, fmt.Errorf("%w: %q", tensorfile.ErrNotFound, name)), "tensorferry show "+o.Path+" lists its tensors")
 		case errors.Is(err, tensorfile.ErrUnsupported) && only == nil:
 			o.Unknown = append(o.Unknown, unknown{name, err})
 			continue
 		case err != nil:
-			err = fmt.Errorf("%s: %w", o.Path, err)
+			err = fail.In(o.Path, err)
 		}
 		if err != nil {
 			return nil, err
@@ -318,7 +318,7 @@ func openPipe(title string, r io.Reader, raw RawInput) (*Source, error) {
 	}
 	size, err := d.Bytes()
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", title, err)
+		return nil, fail.In(title, err)
 	}
 	s, err := pipedSource(title, d, size, in)
 	if err == nil {

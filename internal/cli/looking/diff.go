@@ -174,7 +174,7 @@ func (o *DiffOptions) comparePair(ctx context.Context, a, b compared) (diffJSON,
 		return c, err
 	})
 	if err != nil {
-		return d, fmt.Errorf("%s: %w", a.name, err)
+		return d, fail.In(a.name, err)
 	}
 	d.Elements, d.Different, d.Equal = &c.Elements, &c.Different, c.Different == 0
 	d.NonFinite, d.MaxAbs, d.First = c.NonFinite, c.MaxAbs, c.First

@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/display"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/moving"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -125,7 +126,7 @@ func Failures(ctx context.Context, cl *client.Client, call string, out display.P
 		}
 		list = make([]client.Failure, 1)
 		if list[0], err = cl.FailureOf(ctx, tensor.ID(id)); status.Code(err) == codes.NotFound {
-			err = fail.Hinted(err, "tensorferry info --failures"+fail.AtServer+" lists the last ones")
+			err = fail.Hinted(err, "tensorferry info --failures"+reason.Asked+" lists the last ones")
 		}
 	}
 	if err != nil {

@@ -236,7 +236,7 @@ func (o *ShowOptions) look(ctx context.Context, title string, d tensor.Desc, r i
 	}
 	seen, err := files.Interruptible(ctx, func() (*shown, error) { return o.summarize(d, r) })
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", title, err)
+		return nil, fail.In(title, err)
 	}
 	seen.Tensor = title
 	return seen, nil

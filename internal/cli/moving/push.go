@@ -85,7 +85,7 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 			s.Name, s.Metadata = to, metadata
 			switch err := store.CheckNew(to); {
 			case err != nil && below && store.CheckName(name) == nil: // the name is in the file
-				return fmt.Errorf("%s: %w", file, err)
+				return fail.In(file, err)
 			case err != nil:
 				return fail.AsUsage(err)
 			}

@@ -18,6 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/display"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/files"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -44,7 +45,7 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 	}
 	defer cl.Close()
 	find := sync.OnceValues(func() (client.Model, error) {
-		return FindModel(ctx, cl, model, "tensorferry models"+fail.AtServer+" lists its models")
+		return FindModel(ctx, cl, model, "tensorferry models"+reason.Asked+" lists its models")
 	})
 	if len(o.Inputs) == 0 {
 		m, err := find()
@@ -123,7 +124,7 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 		return err
 	}
 	if _, err := files.Interruptible(waiting, call.Wait); status.Code(err) == codes.Internal {
-		return fail.Hinted(err, "tensorferry info"+fail.AtServer+" --call "+call.ID().String()+" shows why")
+		return fail.Hinted(err, "tensorferry info"+reason.Asked+" --call "+call.ID().String()+" shows why")
 	} else if err != nil {
 		return err
 	}

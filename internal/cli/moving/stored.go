@@ -22,6 +22,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/files"
 	"github.com/tensorferry/tensorferry/internal/glob"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
@@ -178,7 +179,7 @@ func StoredOf(ctx context.Context, cl *client.Client, names []string) ([]client.
 		case err != nil:
 			return nil, err
 		case len(found) == 0:
-			hint := "tensorferry ls" + fail.AtServer + " lists its tensors and sources"
+			hint := "tensorferry ls" + reason.Asked + " lists its tensors and sources"
 			if below, _, err := cl.List(ctx, glob.Quote(n)+"/**"); err == nil && len(below) > 0 {
 				hint = fmt.Sprintf("%q has %d tensors; end the name in a slash", n+"/", len(below))
 			} else if slices.Contains(sources, n) {

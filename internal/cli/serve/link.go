@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/cli/moving"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/relay"
+	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 )
 
@@ -116,19 +117,13 @@ func explain(err error) relay.Failure {
 	if !e.Call.IsZero() {
 		f.Call = e.Call.String()
 	}
-	switch {
-	case errors.Is(err, client.ErrNoAnswer):
-		f.Hint = fail.HintNoAnswer
-	case errors.Is(err, client.ErrNoConnection), errors.Is(err, client.ErrHostNotFound):
+	switch row := e.Row(); {
+	case strings.Contains(row.Do, reason.Flag):
 		f.Hint = "is the server running? tensorferry serve starts one"
-	case errors.Is(err, client.ErrNotServer):
-		f.Hint = fail.HintNotServer
-	case errors.Is(err, client.ErrDraining), e.RetryAfter > 0:
-		f.Hint = "try again later"
-	case e.Code == codes.NotFound:
+	case row.Code == "NOT_FOUND":
 		f.Hint = "models() and list() show what the server has"
 	default:
-		f.Hint = strings.ReplaceAll(fail.Failures[e.Code].Hint, fail.AtServer, "")
+		f.Hint = strings.ReplaceAll(row.Do, reason.Asked, "")
 	}
 	return f
 }

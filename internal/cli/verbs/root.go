@@ -56,9 +56,6 @@ func typedOf(c *cobra.Command) fail.Command {
 	if f := c.Flag("server"); f != nil && f.Changed {
 		was.Server = f.Value.String()
 	}
-	if f := c.Flag("output"); f != nil {
-		was.Output = f.Changed
-	}
 	return was
 }
 
