@@ -3,6 +3,7 @@ package client_test
 import (
 	"bytes"
 	"context"
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -24,8 +25,11 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
@@ -655,6 +659,59 @@ func TestAServerOfAnotherKindIsRecognized(t *testing.T) {
 			require.ErrorIs(t, err, is)
 		})
 	}
+}
+
+// TestTheTextsOfGRPCAreThoseOfTheVersionInUse provokes each text that is matched, without a Client,
+// which has types for what it sees itself.
+func TestTheTextsOfGRPCAreThoseOfTheVersionInUse(t *testing.T) {
+	testkit.Start(t)
+	page := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == pb.TensorService_ListModels_FullMethodName {
+			http.NotFound(w, r)
+			return
+		}
+		w.Header().Set("Content-Type", "text/html")
+		_, _ = w.Write([]byte("<html>"))
+	})
+	var plain http.Protocols
+	plain.SetUnencryptedHTTP2(true)
+	info, models := pb.TensorService_GetServiceInfo_FullMethodName, pb.TensorService_ListModels_FullMethodName
+	for text, tc := range map[string]struct {
+		serve  func(net.Listener) func()
+		method string
+		creds  credentials.TransportCredentials
+	}{
+		"notConnected": {func(l net.Listener) func() { _ = l.Close(); return func() {} }, info, nil},
+		"noPreface":    {web(&http.Server{Handler: page}, false), info, nil},
+		"otherHTTP":    {web(&http.Server{Handler: page, Protocols: &plain}, false), models, nil},
+		"otherType":    {web(&http.Server{Handler: page, Protocols: &plain}, false), info, nil},
+		"noProtocol": {func(l net.Listener) func() {
+			l = tls.NewListener(l, &tls.Config{Certificates: httptestCertificates(t), MinVersion: tls.VersionTLS13})
+			return web(&http.Server{Handler: page}, false)(l)
+		}, info, credentials.NewTLS(&tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13})},
+	} {
+		t.Run(text, func(t *testing.T) {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			require.NoError(t, err)
+			defer tc.serve(l)()
+			if tc.creds == nil {
+				tc.creds = insecure.NewCredentials()
+			}
+			conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(tc.creds))
+			require.NoError(t, err)
+			defer conn.Close()
+			err = conn.Invoke(t.Context(), tc.method, &pb.GetServiceInfoRequest{}, &pb.GetServiceInfoResponse{})
+			require.ErrorContains(t, err, client.GRPCTexts[text])
+		})
+	}
+}
+
+// httptestCertificates returns the certificate of net/http/httptest.
+func httptestCertificates(t *testing.T) []tls.Certificate {
+	s := httptest.NewUnstartedServer(nil)
+	s.StartTLS()
+	defer s.Close()
+	return s.TLS.Certificates
 }
 
 // web serves HTTP on a listener, with TLS if secure.

@@ -42,3 +42,6 @@ func (w wrappedStub) StreamTensors(ctx context.Context, opts ...grpc.CallOption)
 
 // Fresh begins an RPC as calls do.
 func (c *Client) Fresh(ctx context.Context, begin func() error) error { return c.fresh(ctx, begin) }
+
+// GRPCTexts are the texts of gRPC that are matched.
+var GRPCTexts = map[string]string{"notConnected": notConnected, "noProtocol": noProtocol, "noPreface": noPreface, "otherHTTP": otherHTTP, "otherType": otherType}
