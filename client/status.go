@@ -88,7 +88,7 @@ func notSecured(err error) *Error {
 	_, network := errors.AsType[net.Error](err)
 	e := &Error{Code: codes.Unauthenticated, Reason: reason.Of(err), Message: strings.TrimPrefix(err.Error(), "identity: ")}
 	switch {
-	case alert != nil && alert.Error() == certificateRequired.Error():
+	case alert != nil && alert.Error() == errCertificateRequired.Error():
 		e.Reason = reason.CertRequired
 	case alert == nil && (network || hungUp(err) || errors.Is(err, context.Canceled)):
 		e.Code = codes.Unavailable
@@ -96,9 +96,9 @@ func notSecured(err error) *Error {
 	return e
 }
 
-// certificateRequired is the alert with which a server of TLS 1.3 refuses a client without a
+// errCertificateRequired is the alert with which a server of TLS 1.3 refuses a client without a
 // certificate (RFC 8446, section 6).
-const certificateRequired tls.AlertError = 116
+const errCertificateRequired tls.AlertError = 116
 
 // alertOf returns the alert with which the peer ended a connection, or nil.
 func alertOf(err error) error {

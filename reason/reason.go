@@ -155,7 +155,7 @@ func Of(err error) Reason {
 // Plain returns what an error says to people: without the names of packages that errors begin
 // with, its own and those of errors that it wraps.
 func Plain(err error) string {
-	if own, ok := err.(interface{ Plain() string }); ok { //nolint:errorlint // what it is itself, before what it wraps
+	if own, ok := err.(interface{ Plain() string }); ok { // it, not what it wraps
 		return own.Plain()
 	}
 	text, at := err.Error(), 0
