@@ -8,6 +8,7 @@ package reason
 import (
 	"errors"
 	"regexp"
+	"slices"
 	"strings"
 )
 
@@ -17,68 +18,6 @@ type Reason string
 
 // Domain is the domain of reasons in a google.rpc.ErrorInfo.
 const Domain = "tensorferry"
-
-// The reasons that are not only codes.
-const (
-	NoConnection Reason = "NO_CONNECTION"
-	HostNotFound Reason = "HOST_NOT_FOUND"
-	NoAnswer     Reason = "NO_ANSWER"
-	NotServer    Reason = "NOT_A_TENSORFERRY_SERVER"
-	CircuitOpen  Reason = "TOO_MANY_ATTEMPTS"
-	Input        Reason = "BAD_INPUT"
-	InputIdle    Reason = "INPUT_IDLE"
-
-	ServerWithoutTLS  Reason = "SERVER_WITHOUT_TLS"
-	ServerCertUnknown Reason = "SERVER_CERTIFICATE_NOT_TRUSTED"
-	ServerCertHost    Reason = "SERVER_CERTIFICATE_FOR_ANOTHER_HOST"
-	ServerCertNoHost  Reason = "SERVER_CERTIFICATE_WITHOUT_HOST"
-	ServerCertExpired Reason = "SERVER_CERTIFICATE_EXPIRED"
-
-	TLSRequired         Reason = "TLS_REQUIRED"
-	CredentialsRequired Reason = "CREDENTIALS_REQUIRED"
-	CertRequired        Reason = "CLIENT_CERTIFICATE_REQUIRED"
-	CertUnknown         Reason = "CLIENT_CERTIFICATE_NOT_TRUSTED"
-	CertUse             Reason = "CLIENT_CERTIFICATE_FOR_ANOTHER_USE"
-	CertExpired         Reason = "CLIENT_CERTIFICATE_EXPIRED"
-	TokenRequired       Reason = "TOKEN_REQUIRED"
-	TokenUnknown        Reason = "TOKEN_UNKNOWN"
-
-	Draining     Reason = "SERVER_DRAINING"
-	ShuttingDown Reason = "SERVER_SHUTTING_DOWN"
-	Connections  Reason = "TOO_MANY_CONNECTIONS"
-	Files        Reason = "OUT_OF_FILES"
-	Open         Reason = "TOO_MANY_OPEN"
-	Memory       Reason = "OUT_OF_MEMORY"
-	Budget       Reason = "OVER_MEMORY_BUDGET"
-	TooLarge     Reason = "TENSOR_TOO_LARGE"
-	RoleCalls    Reason = "ROLE_HAS_TOO_MANY_CALLS"
-	RoleBytes    Reason = "ROLE_HAS_TOO_MANY_BYTES"
-
-	ModelNotFound    Reason = "MODEL_NOT_FOUND"
-	ModelInput       Reason = "MODEL_REFUSES_INPUT"
-	ModelParam       Reason = "MODEL_REFUSES_PARAMETER"
-	ModelPorts       Reason = "MODEL_HAS_OTHER_PORTS"
-	ModelState       Reason = "MODEL_NOT_READY"
-	ModelFailed      Reason = "MODEL_FAILED"
-	ModelUnavailable Reason = "MODEL_UNAVAILABLE"
-	CallTimeout      Reason = "CALL_TIMEOUT"
-
-	NoStore          Reason = "NO_STORE"
-	StoreFull        Reason = "STORE_FULL"
-	StoreSlow        Reason = "STORE_FULL_FOR_TOO_LONG"
-	StoreTooSmall    Reason = "STORE_TOO_SMALL"
-	DiskFull         Reason = "DISK_FULL"
-	StoreReadOnly    Reason = "STORE_READ_ONLY"
-	StoreUnwritable  Reason = "STORE_UNWRITABLE"
-	StoreUnavailable Reason = "STORE_UNAVAILABLE"
-	TensorNotFound   Reason = "TENSOR_NOT_FOUND"
-	TensorExists     Reason = "TENSOR_EXISTS"
-	TensorInFile     Reason = "TENSOR_IN_FILE"
-	TensorReplaced   Reason = "TENSOR_REPLACED"
-	TensorVanished   Reason = "TENSOR_VANISHED"
-	BadName          Reason = "BAD_NAME"
-	BadSource        Reason = "BAD_SOURCE"
-)
 
 // Side is who can mend what failed.
 type Side string
@@ -121,8 +60,8 @@ const (
 // a newer peer knows.
 func Find(r Reason, code string) Row {
 	for _, name := range []Reason{r, Reason(code), "UNKNOWN"} {
-		if row, ok := rows[name]; ok {
-			return row
+		if i := slices.IndexFunc(Table, func(row Row) bool { return row.Reason == name }); i >= 0 {
+			return Table[i]
 		}
 	}
 	return Row{}
@@ -190,15 +129,6 @@ func wrapped(err error) []error {
 	}
 	return nil
 }
-
-// rows has the table's rows by their reasons.
-var rows = func() map[Reason]Row {
-	all := make(map[Reason]Row, len(Table))
-	for _, r := range Table {
-		all[r.Reason] = r
-	}
-	return all
-}()
 
 // Parse returns the reason that a peer gives, or none if it is not one.
 func Parse(text string) Reason {

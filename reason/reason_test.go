@@ -8,12 +8,12 @@ import (
 func TestEachReasonIsOnceInTheTable(t *testing.T) {
 	seen := map[Reason]bool{}
 	for _, r := range Table {
-		switch code, known := rows[r.Code]; {
+		switch code := Find(r.Code, ""); {
 		case seen[r.Reason]:
 			t.Errorf("%s is there twice", r.Reason)
 		case Parse(string(r.Reason)) != r.Reason:
 			t.Errorf("%q is not a reason", r.Reason)
-		case !known || code.Reason != code.Code:
+		case code.Reason != r.Code || code.Code != r.Code:
 			t.Errorf("%s: %s is not a code", r.Reason, r.Code)
 		case r.Title == "" || r.Exit == 0 || r.Side == "":
 			t.Errorf("%s lacks something", r.Reason)
