@@ -123,15 +123,21 @@ func (e *End) Start(role Role, address *string) (err error) {
 	return nil
 }
 
-// Prepare readies the server for a job.
-func (e *End) Prepare(_ Job, ready *bool) error {
+// Prepare readies either end for a job.
+func (e *End) Prepare(job Job, ready *bool) error {
 	*ready = true
-	if !e.kind.OwnMemory {
+	if move, is := movesOf[job.Op]; is && e.client.Prepare != nil {
+		return e.client.Prepare(e.ctx, move)
+	}
+	if e.served != nil && !e.kind.OwnMemory {
 		bench.Spoil(e.place.To, e.place.Source)
 	}
 	e.cpu = proc.CPUTime()
 	return nil
 }
+
+// movesOf are the jobs that a client's Run does, and how.
+var movesOf = map[bench.Op]bench.Op{bench.Upload: bench.Upload, bench.Echo: bench.Echo, bench.ReLU: bench.ReLU, bench.Call: bench.Echo, FirstResult: bench.ReLU}
 
 // Move does a job at the client and answers with the time, and the time its process
 // ran for. A caller that waits too long ends the process.
@@ -147,7 +153,7 @@ func (e *End) Move(job Job, s *bench.Sample) (err error) {
 			return e.client.Run(e.ctx, bench.ReLU, &first)
 		})
 		s.Total, s.Time = s.Time, first.Sub(begin)
-	case e.client.Run != nil && (job.Op == bench.Call || slices.Contains(bench.Moves, job.Op)):
+	case e.client.Run != nil && movesOf[job.Op] != "":
 		*s, err = e.client.Do(e.ctx, job.Op, e.place, job.Count)
 	default:
 		err = fmt.Errorf("bench: %s has no %s", e.kind.Name, job.Op)
@@ -276,8 +282,10 @@ func (t *Contestant) Do(ctx context.Context, job Job) (s bench.Sample, err error
 	ctx, done := context.WithTimeoutCause(ctx, t.wait, errSlow)
 	defer done()
 	server, client := t.ends[0], t.ends[1]
-	if err = server.call(ctx, "Prepare", job, new(bool)); err != nil {
-		return s, err
+	for _, end := range t.ends {
+		if err = end.call(ctx, "Prepare", job, new(bool)); err != nil {
+			return s, err
+		}
 	}
 	if err = client.call(ctx, "Move", job, &s); err != nil {
 		return bench.Sample{}, err

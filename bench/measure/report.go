@@ -72,7 +72,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 	row := func(where, work, who string, f Figures, op bench.Op, rest string) {
 		speed, cost := f.text(op)
 		if strings.Contains(who, "connections") {
-			cost += fmt.Sprintf("  %.0f, %.0f MiB", mib(f.Server), mib(f.Client))
+			cost += fmt.Sprintf("  %d, %d MiB", (f.Server+1<<19)>>20, (f.Client+1<<19)>>20)
 		}
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\n", where, work, who, speed, cost, rest)
 	}
@@ -148,5 +148,3 @@ func (f Figures) text(work bench.Op) (speed, cost string) {
 
 // rate is in GB/s, of 10⁹ bytes.
 func rate(n int, d time.Duration) float64 { return float64(n) / float64(d.Nanoseconds()) }
-
-func mib(n int64) float64 { return float64(n) / (1 << 20) }

@@ -88,12 +88,10 @@ func (g *gauge) remembered(n int) turn {
 		}
 		connections := int64(n) + info.Counters["lanes_opened_total"]
 		documented := info.Limits["memory_bytes"] + info.Limits["receive_bytes"] + 2*ownBytes + connections*connectionBytes + int64(n)*sessionBytes
-		r.beside = fmt.Sprintf("server %s (%s charged, %s documented), a client %s, %d lanes", mib(most[server]), mib(info.Counters["memory_peak_bytes"]), mib(documented), mib(most[client]), info.Counters["lanes_opened_total"])
+		r.beside = fmt.Sprintf("server %d MiB (%d charged, %d documented), a client %d MiB, %d lanes", most[server]>>20, info.Counters["memory_peak_bytes"]>>20, documented>>20, most[client]>>20, info.Counters["lanes_opened_total"])
 		if most[server] > documented {
 			err = errors.New(r.beside)
 		}
 		return r, err
 	}}
 }
-
-func mib(n int64) string { return fmt.Sprintf("%d MiB", n>>20) }

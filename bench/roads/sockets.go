@@ -28,7 +28,7 @@ func socketsKind(n int) bench.Kind {
 			part.Source, part.To = p.Source[part.From:end], p.To[part.From:end]
 			var err error
 			if all[i], err = k.Dial(ctx, part); err != nil {
-				return bench.Client{}, err // a part connects when it moves
+				return bench.Client{}, err
 			}
 		}
 		each := func(do func(bench.Client) error) error {
@@ -41,6 +41,9 @@ func socketsKind(n int) bench.Kind {
 			return errors.Join(failed...)
 		}
 		return bench.Client{
+			Prepare: func(ctx context.Context, op bench.Op) error {
+				return each(func(c bench.Client) error { return c.Prepare(ctx, op) })
+			},
 			Run: func(ctx context.Context, op bench.Op, _ *time.Time) error {
 				return each(func(c bench.Client) error { return c.Run(ctx, op, nil) })
 			},

@@ -204,12 +204,12 @@ func (c Config) compare(ctx context.Context, network string, ops []Op, size int)
 // to that of the one before, so that over two of them everybody is as early as everybody
 // else. Round 0, which touches pages and opens windows, should not count.
 func Turns(n int, do func(i, round int) error, again func(round int) bool) error {
-	order := make([]int, n)
-	for i := range order {
-		order[i] = i
-	}
 	for round := 0; ; round++ {
-		for _, i := range order {
+		for at := range n {
+			i := at
+			if round%2 == 1 {
+				i = n - 1 - at
+			}
 			if err := do(i, round); err != nil {
 				return err
 			}
@@ -217,7 +217,6 @@ func Turns(n int, do func(i, round int) error, again func(round int) bool) error
 		if !again(round) {
 			return nil
 		}
-		slices.Reverse(order)
 	}
 }
 

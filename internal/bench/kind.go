@@ -92,6 +92,8 @@ type Kind struct {
 
 // Client is the end that has the source. It belongs to one goroutine.
 type Client struct {
+	// Prepare, if set, connects for one of Moves, so that Run need not.
+	Prepare func(ctx context.Context, op Op) error
 	// Run does one of Moves once and returns when all its bytes are where they belong.
 	// It sets first, unless that is nil, to when the first piece of a result was there.
 	// After an error, the end of ctx for one, only Close is of use.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -126,42 +127,42 @@ func receive(l Link, dst []byte, size int, whole func([]byte)) error {
 // asks is a client that opens a link for each operation.
 func asks(p Place, size int, open func(context.Context, Op) (Link, error), end func() error) Client {
 	links := make(map[Op]Link)
+	prepare := func(ctx context.Context, op Op) (err error) {
+		if links[op] == nil {
+			links[op], err = open(ctx, op)
+		}
+		return err
+	}
 	return Client{
-		Run: func(ctx context.Context, op Op, first *time.Time) (err error) {
-			if links[op] == nil {
-				l, err := open(ctx, op)
-				if err != nil {
-					return err
-				}
-				links[op] = l
+		Prepare: prepare,
+		Run: func(ctx context.Context, op Op, first *time.Time) error {
+			if err := prepare(ctx, op); err != nil {
+				return err
 			}
 			return Ask(ctx, links[op], op, p.Source, p.To, size, first)
 		},
 		Close: func() (err error) {
 			for _, l := range links {
-				err = errors.Join(err, l.Close())
+				if l != nil { // it was opened
+					err = errors.Join(err, l.Close())
+				}
 			}
 			return errors.Join(err, end())
 		},
 	}
 }
 
-// Accept serves connections to l, each on a goroutine, until ctx ends, and closes l. After
-// that it returns the first error of before.
+// Accept serves connections to l, each on a goroutine, until ctx ends, and closes l. What
+// goes wrong with one before that goes to stderr.
 func Accept(ctx context.Context, l net.Listener, serve func(net.Conn) error) error {
 	defer context.AfterFunc(ctx, func() { _ = l.Close() })()
-	failed := make(chan error, 1)
 	var all sync.WaitGroup
 	for {
 		conn, err := l.Accept()
 		if err != nil {
 			all.Wait()
-			select {
-			case err = <-failed:
-			default:
-				if ctx.Err() != nil {
-					err = nil
-				}
+			if ctx.Err() != nil {
+				err = nil
 			}
 			return err
 		}
@@ -169,10 +170,7 @@ func Accept(ctx context.Context, l net.Listener, serve func(net.Conn) error) err
 			defer conn.Close() // or the client would wait
 			defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
 			if err := serve(conn); err != nil && ctx.Err() == nil {
-				select {
-				case failed <- err:
-				default:
-				}
+				fmt.Fprintln(os.Stderr, err)
 			}
 		})
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"runtime"
-	"runtime/debug"
 	"strings"
 
 	"github.com/tensorferry/tensorferry/internal/proc"
@@ -22,15 +21,14 @@ type Machine struct {
 	Commit string `json:"commit"` // empty when nobody knows; what follows it says that files had changed
 }
 
-// commit is set by the linker where the build has no version control to ask: go
-// run never has. The Makefile does.
+// commit is set by the linker, as the Makefile has it do: go run has no version control to ask.
 var commit string
 
 // ThisMachine returns what this process runs on.
 func ThisMachine() Machine {
 	m := Machine{
 		CPU: runtime.GOARCH, Cores: runtime.GOMAXPROCS(0),
-		Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
+		Commit: commit, Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
 	}
 	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
 		if model := proc.Field(string(text), "model name"); model != "" {
@@ -39,19 +37,6 @@ func ThisMachine() Machine {
 	}
 	if text, err := os.ReadFile("/proc/loadavg"); err == nil {
 		m.Load, _, _ = strings.Cut(string(text), " ")
-	}
-	if m.Commit = commit; commit != "" {
-		return m
-	}
-	if info, ok := debug.ReadBuildInfo(); ok {
-		for _, s := range info.Settings {
-			switch {
-			case s.Key == "vcs.revision":
-				m.Commit = s.Value[:min(12, len(s.Value))] + m.Commit
-			case s.Key == "vcs.modified" && s.Value == "true":
-				m.Commit += "-dirty"
-			}
-		}
 	}
 	return m
 }

@@ -20,6 +20,14 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+const (
+	mib = 1 << 20
+	// baseBytes is the memory that every tensor is a window of.
+	baseBytes = 48 * mib
+	// LargestBytes is the most of it that one tensor has.
+	LargestBytes = 32 * mib
+)
+
 // base returns the memory that tensors are windows of, float32 of few digits, so that
 // lz4 finds something; and what relu makes of it.
 var base = sync.OnceValues(func() (x, y []byte) {

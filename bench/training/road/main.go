@@ -37,16 +37,11 @@ func main() {
 
 func run(ctx context.Context) (err error) {
 	rtt := flag.Duration("rtt", 50*time.Millisecond, "round trip of the link")
-	flag.Usage = func() {
-		fmt.Fprintln(flag.CommandLine.Output(), "usage: road [-rtt 50ms] tensorferry serve --child [flags] -- client [args]")
-		flag.PrintDefaults()
-	}
 	flag.Parse()
 	args := flag.Args()
 	at := slices.Index(args, "--")
 	if at < 1 || at == len(args)-1 {
-		flag.Usage()
-		return errors.New("give two commands with -- between them")
+		return errors.New("give two commands with -- between them: road [-rtt 50ms] tensorferry serve --child [flags] -- client [args]")
 	}
 	serve, use := slices.Clip(args[:at]), slices.Clip(args[at+1:])
 	r, err := roads.New(ctx, roads.Link{Way: roads.Way{Delay: *rtt / 2, Rate: rate}, MTU: mtu})
