@@ -91,12 +91,7 @@ func (c *calls) end(k *call, on lifecycle.Cause, d frame.Done) {
 
 // giveUp fails a call for a reason other than its own done.
 func (c *calls) giveUp(k *call, code frame.Code, text string) {
-	c.failed(k, &frame.Error{Code: code, Text: text})
-}
-
-// failed is giveUp for an error.
-func (c *calls) failed(k *call, why *frame.Error) {
-	c.end(k, lifecycle.GivenUp, frame.Done{Code: why.Code, Message: why.Text, Reason: why.Reason})
+	c.end(k, lifecycle.GivenUp, frame.Done{Code: code, Message: text})
 }
 
 // move changes the state of a call according to its side's table, and does what the new

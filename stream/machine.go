@@ -116,7 +116,7 @@ func (m *Machine) Finish(d frame.Done) {
 		}
 		m.calls.end(k, lifecycle.EndOf(d.Code), d)
 	case d.Code != frame.OK:
-		m.calls.failed(k, &frame.Error{Code: d.Code, Text: d.Message, Reason: d.Reason})
+		m.calls.end(k, lifecycle.GivenUp, frame.Done{Code: d.Code, Message: d.Message, Reason: d.Reason})
 	}
 }
 
@@ -192,7 +192,7 @@ func (m *Machine) fail(d *frame.Desc, k *call, why *frame.Error) {
 		m.sayFailed(d.Tensor, why)
 	}
 	if !k.part.Stored() {
-		m.calls.failed(k, why)
+		m.calls.end(k, lifecycle.GivenUp, frame.Done{Code: why.Code, Message: why.Text, Reason: why.Reason})
 		return
 	}
 	if t := m.in.tensors[d.Tensor]; t != nil {
