@@ -203,7 +203,7 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 		"push of 6":                   {pushed, "push layer.?.npy", true, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
 		"push of 5000":                {pushed, "push model.safetensors", true, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
 		"push of 1 that is converted": {pushed, "push turned.npy", true, 8 * mib, []string{"turned" + movingShown}, []string{"turned" + wholeShown}},
-		"pull of 1":                   {store, "pull x -o back.npy", false, 8 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
+		"pull of 1":                   {store, "pull x -o back.npy", false, 12 * mib, []string{"x" + movingShown}, []string{"x" + wholeShown}},
 		"pull of 6":                   {store, "pull 'layer*' -o back.safetensors", false, 40 * mib, []string{"2 of 6 tensors" + movingShown}, []string{"6 of 6 tensors" + wholeShown}},
 		"pull of 5000":                {store, "pull 'model/*' -o back.safetensors", false, 20 * mib, []string{`\d{4} of 5000 tensors` + movingShown}, []string{"5000 of 5000 tensors" + wholeShown}},
 		"run of 1 and its result": {

@@ -312,7 +312,7 @@ func TestAnInterruptedDemoLeavesNoServerBehind(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP)) // so that the demo cannot end by itself
 			require.NoError(t, c.Process.Signal(end))
-			time.AfterFunc(100*time.Millisecond, func() { _ = syscall.Kill(pid, syscall.SIGCONT) }) // when the signal has arrived
+			time.AfterFunc(time.Second, func() { _ = syscall.Kill(pid, syscall.SIGCONT) }) // when the signal has arrived, on a busy machine too
 			var exit *exec.ExitError
 			if err := c.Wait(); !errors.As(err, &exit) || end == os.Interrupt && exit.ExitCode() != fail.ExitInterrupted {
 				t.Errorf("ended with %v", err)
