@@ -19,28 +19,28 @@ func (b *Budget) Account(holder *Principal) *Account { return &Account{budget: b
 
 // Take takes n bytes, as TryAcquire does, and reports whether it could. After Close it cannot.
 func (a *Account) Take(n int64) bool {
-	return n == 0 || a.budget.TryAcquire(a.holder, n) && a.taken(n)
+	a.budget.mu.Lock()
+	defer a.budget.mu.Unlock()
+	ok := n == 0 || !a.closed && a.budget.try(a.holder, n)
+	if ok {
+		a.held += n
+	}
+	return ok
 }
 
 // Wait takes n bytes, and waits for them as Acquire does.
 func (a *Account) Wait(ctx context.Context, n int64) error {
-	err := a.budget.Acquire(ctx, a.holder, n)
-	if err == nil && !a.taken(n) {
-		err = fmt.Errorf("%w: the account of %q is closed", ErrBudget, a.holder.Name())
+	if err := a.budget.Acquire(ctx, a.holder, n); err != nil {
+		return err
 	}
-	return err
-}
-
-// taken records n bytes that the budget has granted.
-func (a *Account) taken(n int64) bool {
 	a.budget.mu.Lock()
 	defer a.budget.mu.Unlock()
 	if a.closed {
 		a.budget.release(a.holder, n)
-		return false
+		return fmt.Errorf("%w: the account of %q is closed", ErrBudget, a.holder.Name())
 	}
 	a.held += n
-	return true
+	return nil
 }
 
 // Release gives n bytes back.

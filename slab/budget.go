@@ -131,6 +131,11 @@ func (b *Budget) Acquire(ctx context.Context, holder *Principal, n int64) error 
 func (b *Budget) TryAcquire(holder *Principal, n int64) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return b.try(holder, n)
+}
+
+// try is TryAcquire; mu is held.
+func (b *Budget) try(holder *Principal, n int64) bool {
 	if n < 0 || n > b.limit/poolShare-b.holders[holder] {
 		return false
 	}

@@ -16,6 +16,8 @@ import (
 // Format is how a small float is laid out: a sign, exponent bits, Mantissa bits.
 type Format struct {
 	Mantissa int
+	// Values lends the value of each pattern of bits, exactly. They are read-only.
+	Values func() []float32
 	// The magnitudes, without the sign, of a quiet NaN, of the largest value (an infinity,
 	// if there is one), and of what is larger.
 	nan, most, beyond uint16
@@ -23,7 +25,6 @@ type Format struct {
 	rebias            uint64 // what a float64's exponent is larger by, in place
 	least             uint64 // the bits of the smallest normal value as a float64
 	steps             float64
-	values            func() []float32
 }
 
 // wideMantissa and wideBias are a float64's.
@@ -53,7 +54,7 @@ func format(exponent, mantissa int, finite bool) *Format {
 	} else {
 		f.nan, f.most, f.beyond = infinity|1<<(mantissa-1), infinity, infinity
 	}
-	f.values = sync.OnceValue(func() []float32 {
+	f.Values = sync.OnceValue(func() []float32 {
 		all := make([]float32, 2<<f.sign)
 		for bits := range all {
 			all[bits] = float32(f.value(bits, bias))
@@ -63,7 +64,7 @@ func format(exponent, mantissa int, finite bool) *Format {
 	return f
 }
 
-// value computes what Decode returns.
+// value computes one of Values.
 func (f *Format) value(bits, bias int) float64 {
 	magnitude := bits & (1<<f.sign - 1)
 	exponent, mantissa := magnitude>>f.Mantissa, magnitude&(1<<f.Mantissa-1)
@@ -87,12 +88,6 @@ func Of(d tensor.DataType) (*Format, bool) {
 	f, ok := formats[d]
 	return f, ok
 }
-
-// Values lends the value of each pattern of bits, exactly. They are read-only.
-func (f *Format) Values() []float32 { return f.values() }
-
-// Decode returns the value of an element's bits, exactly.
-func (f *Format) Decode(bits uint16) float64 { return float64(f.values()[bits]) }
 
 // Encode returns the bits of the value that is nearest to v. What is too large
 // becomes an infinity, or NaN where there is none, as in PyTorch.

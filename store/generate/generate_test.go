@@ -143,7 +143,7 @@ func TestTheFillsHaveTheirDistributions(t *testing.T) {
 				if width == 1 {
 					bits &= 0xff
 				}
-				v := format.Decode(bits)
+				v := float64(format.Values()[bits])
 				if fill == FillUniform && !(v >= 0 && v < 1) {
 					t.Fatalf("%v: element %d is %v", d, i, v)
 				}

@@ -36,7 +36,7 @@ func testConvert(t *testing.T, h host) {
 		wide := make([]float32, len(all))
 		h.run(t, Convert{Dst: 0, Src: 1, N: N(len(all)), To: F32, From: half}, 0, wide, all)
 		for i, v := range wide {
-			require.True(t, same(format.Decode(all[i]), float64(v)), "%v %#x is %v", dtype, i, v)
+			require.True(t, same(float64(format.Values()[all[i]]), float64(v)), "%v %#x is %v", dtype, i, v)
 		}
 		// The bounds between two neighbors, what is beside them, and all sizes.
 		xs := slices.Concat(wide, sample(t))
@@ -48,7 +48,7 @@ func testConvert(t *testing.T, h host) {
 		got := make([]uint16, len(xs))
 		h.run(t, Convert{Dst: 0, Src: 1, N: N(len(xs)), To: half, From: F32}, 0, got, xs)
 		for i, x := range xs {
-			if want := format.Encode(float64(x)); got[i] != want && !(x != x && math.IsNaN(format.Decode(got[i]))) {
+			if want := format.Encode(float64(x)); got[i] != want && !(x != x && math.IsNaN(float64(format.Values()[got[i]]))) {
 				t.Fatalf("%v of %v (%x) is %#x, wanted %#x", dtype, x, x, got[i], want)
 			}
 		}
@@ -206,7 +206,7 @@ func testEmbed(t *testing.T, h host) {
 			bits := make([]uint16, len(weight))
 			for i, v := range weight {
 				bits[i] = format.Encode(float64(v))
-				values[i] = float32(format.Decode(bits[i]))
+				values[i] = format.Values()[bits[i]]
 			}
 			table = bits
 		}
