@@ -187,7 +187,7 @@ func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo
 	if err != nil {
 		return nil, err
 	}
-	if answer := e.server.conns.Of(ctx).Answer(resp); answer != nil {
+	if answer := conns.From(ctx).Answer(resp); answer != nil {
 		return answer, nil
 	}
 	return nil, statusOf(errReceived)
@@ -199,7 +199,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 	began, ctx := time.Now(), ss.Context()
 	handled(ctx)
 	r := rpcOf(ctx)
-	booked := accounted{ss, e.server.conns.Of(ctx), r.received, func() { r.first.Stop() }, make(chan struct{}, 1)}
+	booked := accounted{ss, conns.From(ctx), r.received, func() { r.first.Stop() }, make(chan struct{}, 1)}
 	if info.IsClientStream {
 		r.first.Stop()
 	}

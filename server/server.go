@@ -302,7 +302,7 @@ func (s *Server) Serve(l net.Listener) error {
 	s.serving.Do(func() { // all end with Close
 		// Sent data may stay unread for so long, or twice as long, before its connection is
 		// closed. The RPC itself fails before that.
-		go s.every(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.conns.Look)
+		go s.every(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.received.Look)
 		go s.every(guard.Every, s.guard.Look)
 		if s.cfg.Store != nil {
 			go func() {
@@ -387,7 +387,7 @@ func Principal(ctx context.Context) string { return rpcOf(ctx).caller.Name() }
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	one := s.conns.Of(conn.Context())
+	one := conns.From(conn.Context())
 	sess, err := s.core.OpenSession(&one.Caller)
 	if err != nil {
 		return err
@@ -406,5 +406,5 @@ func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]
 
 // frames returns the frames of a gRPC stream, limited to the rate of its connection.
 func (s *Server) frames(conn grpc.ServerStream) *conns.Frames {
-	return s.conns.Of(conn.Context()).Frames(conn, rpcOf(conn.Context()).received)
+	return conns.From(conn.Context()).Frames(conn, rpcOf(conn.Context()).received)
 }

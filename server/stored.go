@@ -13,6 +13,7 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -24,7 +25,7 @@ import (
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
 	rpcOf(conn.Context()).received.Admitted()
-	return s.storing.Push(&s.conns.Of(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
+	return s.storing.Push(&conns.From(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
 		resp := &pb.PushTensorsResponse{}
 		for i := range list {
 			resp.Summaries = append(resp.Summaries, wire.ToSummary(&list[i]))
@@ -43,7 +44,7 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 	rpc := rpcOf(conn.Context()).received
 	rpc.Consumed()
 	rpc.Admitted()
-	return s.storing.Pull(&s.conns.Of(conn.Context()).Caller, s.frames(conn), &p.Hello, p.Selections)
+	return s.storing.Pull(&conns.From(conn.Context()).Caller, s.frames(conn), &p.Hello, p.Selections)
 }
 
 // ListTensors lists a page of the store.

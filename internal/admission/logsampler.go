@@ -1,6 +1,8 @@
 package admission
 
 import (
+	"context"
+	"log/slog"
 	"sync"
 	"time"
 )
@@ -33,4 +35,11 @@ func (l *LogSampler) Again() (n int64, due bool) {
 		l.logged = now
 	}
 	return l.count, due
+}
+
+// Log counts one event and, if that is due, logs it, with the count under a name.
+func (l *LogSampler) Log(log *slog.Logger, level slog.Level, message, count string, attrs ...slog.Attr) {
+	if n, due := l.Again(); due {
+		log.LogAttrs(context.Background(), level, message, append(attrs, slog.Int64(count, n))...)
+	}
 }

@@ -7,9 +7,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
 	"net"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -47,16 +45,15 @@ type Set struct {
 	unaccepted                        admission.LogSampler
 	loud                              admission.LogSampler // connections closed for what their peers sent
 
-	mu       sync.Mutex // guards all below
-	open     map[*Conn]struct{}
-	accepted int
-	refusing int         // connections beyond the limit, whose clients are being told
+	mu       sync.Mutex  // guards all below
+	accepted int         // connections, within the limit
+	refusing int         // and beyond it
 	laned    map[any]int // lanes by owner
 }
 
 // New returns a Set without connections.
 func New(cfg Config) *Set {
-	return &Set{cfg: cfg, open: make(map[*Conn]struct{}), laned: make(map[any]int)}
+	return &Set{cfg: cfg, laned: make(map[any]int)}
 }
 
 // LanesRefused returns how many greetings were refused.
@@ -65,44 +62,58 @@ func (s *Set) LanesRefused() int64 { return s.lanesRefused.Load() }
 // HandshakesFailed returns how many connections failed their handshake.
 func (s *Set) HandshakesFailed() int64 { return s.handshakesFailed.Load() }
 
-// Conn is the state of one connection. Safe for concurrent use, like its parts.
+// Conn is a connection, from its acceptance to its end: what gRPC, TLS or a lane reads and writes
+// is above it, and has its address, which leads back to it. Safe for concurrent use, like its
+// parts.
 type Conn struct {
 	admission.Caller
-	unread wire.Unread // what was sent and gRPC has in its queue
-	addr   net.Addr
-	in     *inbound.Conn // accounts for what its peer has sent; nil before the handshake
-	thin   *rate.Limiter
-	rpcs   *rpcsContext // nil unless gRPC has the connection, as the two below
-	life   context.Context
-	end    context.CancelFunc // of life
-	owner  any                // of the lane that it is; guarded by Set.mu
+	lane.Batch // the socket
+	of         *Set
+	thin       *rate.Limiter
+	secured    net.Conn // above it, or itself; nil before the handshake, as the two below
+	info       credentials.AuthInfo
+	in         *inbound.Conn // accounts for what its peer has sent, and not read
+	rpcs       *rpcsContext  // nil unless gRPC serves it, as the two below
+	life       context.Context
+	end        context.CancelFunc // of life
+
+	// Guarded by Set.mu.
+	state state
+	owner any // of the lane that it is
 }
 
-// Context returns a context that ends with the connection, of one that gRPC has.
+// state is what the Set counts a connection as.
+type state uint8
+
+const (
+	ended    state = iota
+	told           // beyond the limit: its client is told so
+	accepted       // and shakes hands
+	laned
+	served // by gRPC, whose reader and writer may outlive it
+)
+
+// Context returns a context that ends with the connection, of one that gRPC serves.
 func (c *Conn) Context() context.Context { return c.life }
 
 // Open charges an RPC to the connection from its headers on. It reports whether there is
-// memory for it; end is called when there is none any more. The account is nil, which is
-// valid, if nothing charges the connection.
+// memory for it; end is called when there is none any more.
 func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbound.RPC, ok bool) {
-	if c == nil || c.in == nil {
-		return nil, true
-	}
 	return c.in.Open(header, end)
 }
 
 // Answer returns m as gRPC sends it on the connection, or nil if there is no memory for it.
 func (c *Conn) Answer(m any) *wire.Answer {
-	if p, ok := m.(proto.Message); ok && c.in != nil && !c.in.Room(int64(proto.Size(p))) {
+	if p, ok := m.(proto.Message); ok && !c.in.Room(int64(proto.Size(p))) {
 		return nil
 	}
-	return &wire.Answer{Message: m, Outgoing: wire.Outgoing{Unread: &c.unread}}
+	return &wire.Answer{Message: m, Outgoing: wire.Outgoing{Unread: c.in}}
 }
 
 // Reject cancels the context of the RPC that tap rejects, and that began last. Only the
 // goroutine that reads the connection, tap's, may call it.
 func (c *Conn) Reject() {
-	if c == nil || c.rpcs.newest == nil {
+	if c.rpcs.newest == nil {
 		return
 	}
 	c.rpcs.rejecting.Store(true)
@@ -144,9 +155,8 @@ type connKey struct{}
 // errFull ends a connection beyond the limit.
 var errFull = errors.New("conns: the limit of connections is reached")
 
-// listener returns connections whose address leads back to them: gRPC exposes nothing else
-// of a connection. Connections beyond the limit are refused, rather than left in the system's
-// queue, where they would wait without knowing why.
+// listener accepts connections of a Set. Those beyond the limit are refused, rather than left in
+// the system's queue, where they would wait without knowing why.
 type listener struct {
 	net.Listener
 	of *Set
@@ -155,13 +165,99 @@ type listener struct {
 // Listener returns l's connections as the Set's, for gRPC.
 func (s *Set) Listener(l net.Listener) net.Listener { return listener{l, s} }
 
-type acceptedConn struct {
-	lane.Batch
-	one    *Conn
-	closed func()      // once
-	beyond bool        // the limit
-	lane   atomic.Bool // ignore gRPC's deadlines: it clears them late
+// Accept waits for the next connection.
+func (l listener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			if !errors.Is(err, net.ErrClosed) {
+				l.of.unaccepted.Log(l.of.cfg.Log, slog.LevelWarn, "connections cannot be accepted", "failed", slog.String("reason", err.Error()))
+			}
+			return nil, err
+		}
+		one := &Conn{Batch: lane.Batch{Conn: c}, of: l.of, thin: l.of.limiter()}
+		if l.of.enter(one) {
+			return one, nil
+		}
+		_ = c.Close() // the peer notices
+	}
 }
+
+// limiter returns the limit of a connection's small frames.
+func (s *Set) limiter() *rate.Limiter {
+	return rate.NewLimiter(rate.Limit(s.cfg.ThinFrames), max(s.cfg.ThinFrames/10, 1))
+}
+
+// enter counts a connection, unless there are too many beyond the limit, too.
+func (s *Set) enter(c *Conn) (ok bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.accepted < s.cfg.Connections {
+		s.accepted++
+		c.state = accepted
+		return true
+	}
+	s.refused.Log(s.cfg.Log, slog.LevelWarn, "connections refused: the limit is reached", "refused", slog.Int("limit", s.cfg.Connections))
+	if ok = s.refusing < refusals; ok {
+		s.refusing++
+		c.state = told
+	}
+	return ok
+}
+
+// leave undoes enter, once.
+func (c *Conn) leave() {
+	s := c.of
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch c.state {
+	case ended:
+		return
+	case told:
+		s.refusing--
+	default:
+		s.accepted--
+	}
+	if c.state == laned {
+		if s.laned[c.owner]--; s.laned[c.owner] == 0 {
+			delete(s.laned, c.owner)
+		}
+	}
+	if c.state != served && c.in != nil { // gRPC rejected it
+		c.in.End()
+	}
+	c.state = ended
+}
+
+// Close closes the connection.
+func (c *Conn) Close() error {
+	c.leave()
+	return c.Batch.Close()
+}
+
+// SetDeadline is called by gRPC before and after the handshake. It has no effect on a lane, whose
+// deadlines gRPC would clear late.
+func (c *Conn) SetDeadline(t time.Time) error {
+	c.of.mu.Lock()
+	own := c.state == laned
+	c.of.mu.Unlock()
+	if own {
+		return nil
+	}
+	return c.Batch.SetDeadline(t)
+}
+
+// addr is the address of a connection's peer: gRPC exposes nothing else of a connection.
+type addr struct {
+	net.Addr
+	one *Conn
+}
+
+// RemoteAddr returns the peer's address.
+func (c *Conn) RemoteAddr() net.Addr { return addr{c.Batch.RemoteAddr(), c} }
+
+// below returns the Conn below what secures it.
+func below(c net.Conn) *Conn { return c.RemoteAddr().(addr).one }
 
 // handshakes makes gRPC read connections through an inbound.Conn, which limits them, and
 // takes lanes out.
@@ -178,112 +274,28 @@ func (s *Set) Credentials(creds credentials.TransportCredentials, message int64,
 	return handshakes{creds, s, message, lanes && s.cfg.Lanes > 0}
 }
 
-// tracked is a connection as gRPC sees it.
-type tracked struct {
-	*inbound.Conn
-	one *Conn
-}
-
-type trackedAddr struct {
-	net.Addr
-	one *Conn
-}
-
-// Accept waits for the next connection.
-func (l listener) Accept() (net.Conn, error) {
-	for {
-		c, err := l.Listener.Accept()
-		if err != nil {
-			if n, due := l.of.unaccepted.Again(); due && !errors.Is(err, net.ErrClosed) {
-				l.of.cfg.Log.Warn("connections cannot be accepted", slog.String("reason", err.Error()), slog.Int64("failed", n))
-			}
-			return nil, err
-		}
-		one := l.of.one()
-		beyond, ok := l.of.enter()
-		if ok {
-			return &acceptedConn{Batch: lane.Batch{Conn: c}, one: one, beyond: beyond, closed: sync.OnceFunc(func() { l.of.leave(one, beyond) })}, nil
-		}
-		_ = c.Close() // the peer notices
-	}
-}
-
-// enter counts a connection, unless there are too many beyond the limit, too.
-func (s *Set) enter() (beyond, ok bool) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.accepted >= s.cfg.Connections {
-		if n, due := s.refused.Again(); due {
-			s.cfg.Log.Warn("connections refused: the limit is reached", slog.Int("limit", s.cfg.Connections), slog.Int64("refused", n))
-		}
-		if s.refusing >= refusals {
-			return true, false
-		}
-		s.refusing++
-		return true, true
-	}
-	s.accepted++
-	return false, true
-}
-
-func (s *Set) leave(one *Conn, beyond bool) {
-	s.mu.Lock()
-	if beyond {
-		s.refusing--
-	} else {
-		s.accepted--
-	}
-	if one.owner != nil {
-		if s.laned[one.owner]--; s.laned[one.owner] == 0 {
-			delete(s.laned, one.owner)
-		}
-	}
-	_, open := s.open[one]
-	s.mu.Unlock()
-	if !open && one.in != nil { // gRPC rejected it
-		one.in.End()
-	}
-}
-
-// Close closes the connection.
-func (c *acceptedConn) Close() error {
-	c.closed()
-	return c.Conn.Close()
-}
-
-// SetDeadline is called by gRPC before and after the handshake. It has no effect on a lane.
-func (c *acceptedConn) SetDeadline(t time.Time) error {
-	if c.lane.Load() {
-		return nil
-	}
-	return c.Conn.SetDeadline(t)
-}
-
 // ServerHandshake secures a connection and starts charging for what arrives on it.
 func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	accepted := raw.(*acceptedConn)
-	conn, info, err := h.TransportCredentials.ServerHandshake(accepted)
-	if err != nil {
-		h.of.handshakesFailed.Add(1)
-		if n, due := h.of.unshaken.Again(); due {
-			h.of.cfg.Log.Info("handshake failed", slog.String("peer", accepted.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("failed", n))
-		}
+	s, one := h.of, raw.(*Conn)
+	var err error
+	if one.secured, one.info, err = h.TransportCredentials.ServerHandshake(one); err != nil {
+		s.handshakesFailed.Add(1)
+		s.unshaken.Log(s.cfg.Log, slog.LevelInfo, "handshake failed", "failed", slog.String("peer", one.RemoteAddr().String()), slog.String("reason", err.Error()))
 		return nil, nil, err
 	}
-	if accepted.beyond {
-		h.of.cfg.Full(conn)
+	if one.state == told {
+		s.cfg.Full(one.secured)
 		return nil, nil, errFull
 	}
+	var first []byte // of what its peer says
 	if h.lanes {
-		if conn, err = h.of.withoutLane(&greeter{conn, info, accepted}); err != nil {
+		if first, err = one.greeting(); err != nil {
 			return nil, nil, err
 		}
 	}
-	one := accepted.one
-	one.in = h.of.cfg.Memory.Conn(conn, h.message, func() bool { return one.Calls() > 0 })
-	one.unread.Charge = one.in.Queue
-	one.in.Closing = func(why error) { h.of.closing(accepted.RemoteAddr(), why) }
-	return tracked{one.in, one}, info, nil
+	one.in = s.cfg.Memory.Conn(one.secured, first, h.message, func() bool { return one.Calls() > 0 })
+	one.in.Closing = one.closing
+	return one.in, one.info, nil
 }
 
 // Clone returns a copy.
@@ -292,80 +304,40 @@ func (h handshakes) Clone() credentials.TransportCredentials {
 	return h
 }
 
-// RemoteAddr returns the peer's address.
-func (c tracked) RemoteAddr() net.Addr { return trackedAddr{c.Conn.RemoteAddr(), c.one} }
-
-// TagConn starts tracking a connection.
+// TagConn has gRPC serve a connection.
 func (s *Set) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
-	a, ok := info.RemoteAddr.(trackedAddr)
-	one := a.one
-	if !ok {
-		one = s.one()
-	}
-	one.addr = info.RemoteAddr
+	one := info.RemoteAddr.(addr).one
 	one.life, one.end = context.WithCancel(ctx)
+	one.rpcs = &rpcsContext{Context: context.WithValue(ctx, connKey{}, one), done: make(chan struct{})}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.open[one] = struct{}{}
-	one.rpcs = &rpcsContext{Context: context.WithValue(ctx, connKey{}, one), done: make(chan struct{})}
+	if one.state == accepted { // or it was closed meanwhile
+		one.state = served
+	}
 	return one.rpcs
 }
 
-// From returns the connection that an RPC came over, or nil if gRPC did not announce it.
+// From returns the connection that an RPC came over, or nil if ctx is not of an RPC.
 func From(ctx context.Context) *Conn {
 	one, _ := ctx.Value(connKey{}).(*Conn)
 	return one
 }
 
-// Of is like From, but instead of nil it returns a Conn of the RPC's own.
-func (s *Set) Of(ctx context.Context) *Conn {
-	if one := From(ctx); one != nil {
-		return one
-	}
-	return s.one()
-}
-
-func (s *Set) one() *Conn {
-	return &Conn{thin: rate.NewLimiter(rate.Limit(s.cfg.ThinFrames), max(s.cfg.ThinFrames/10, 1))}
-}
-
 // HandleConn ends the accounting of a dead connection.
 func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
-	if _, ok := event.(*stats.ConnEnd); !ok {
-		return
-	}
-	one := From(ctx)
-	one.end()
-	s.mu.Lock()
-	delete(s.open, one)
-	s.mu.Unlock()
-	if one.in != nil {
-		one.in.End()
+	if _, ok := event.(*stats.ConnEnd); ok {
+		From(ctx).end()
+		From(ctx).in.End()
 	}
 }
 
-// Look closes connections whose peers do not read. Each RPC has its own idle timeout, but what
-// an RPC sent before it ended stays in gRPC's queue, along with the memory it occupies, for as
-// long as the peer's window is closed. gRPC cannot reset a stream then, so the connection must
-// be closed: if a frame that was queued at the last look still is.
-func (s *Set) Look() {
-	s.mu.Lock()
-	stuck := slices.DeleteFunc(slices.Collect(maps.Keys(s.open)), func(one *Conn) bool { return !one.unread.Look() || one.in == nil })
-	s.mu.Unlock()
-	for _, one := range stuck {
-		s.closing(one.addr, inbound.ErrUnread)
-		_ = one.in.Close() // gRPC's reader cleans up the rest
-	}
-}
-
-// closing logs that a connection is about to be closed.
-func (s *Set) closing(peer net.Addr, why error) {
+// closing logs that the connection is about to be closed.
+func (c *Conn) closing(why error) {
+	s, peer := c.of, slog.String("peer", c.RemoteAddr().String())
 	if errors.Is(why, inbound.ErrUnread) {
-		if n, due := s.unread.Again(); due {
-			s.cfg.Log.Warn("connection closed: its peer does not read", slog.String("peer", peer.String()), slog.Int64("closed", n))
-		}
-	} else if n, due := s.loud.Again(); due {
-		s.cfg.Log.Warn("connection closed for what its peer sends", slog.String("peer", peer.String()), slog.String("reason", why.Error()), slog.Int64("closed", n))
+		s.unread.Log(s.cfg.Log, slog.LevelWarn, "connection closed: its peer does not read", "closed", peer)
+	} else {
+		s.loud.Log(s.cfg.Log, slog.LevelWarn, "connection closed for what its peer sends", "closed", peer, slog.String("reason", why.Error()))
 	}
 }
 

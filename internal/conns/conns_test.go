@@ -194,7 +194,7 @@ func TestConnectionsThatNobodyReadsDoNotFillTheLog(t *testing.T) {
 			for tick := time.NewTicker(idle); ; {
 				select {
 				case <-tick.C:
-					f.Look()
+					f.memory.Look()
 				case <-done:
 					tick.Stop()
 					return
@@ -346,21 +346,4 @@ func TestTheContextOfARejectedRPCEnds(t *testing.T) {
 		}
 		require.Less(t, time.Since(began), time.Hour)
 	})
-}
-
-func TestAnRPCWithoutAConnectionOfTheSetHasItsOwn(t *testing.T) {
-	testkit.Start(t)
-	s := New(Config{ThinFrames: 7})
-	require.Nil(t, From(t.Context()))
-	one := s.Of(t.Context())
-	require.NotNil(t, one)
-	require.NotSame(t, one, s.Of(t.Context()))
-	require.NotNil(t, one.Answer(&wrapperspb.BytesValue{Value: make([]byte, mib)}), "nothing bounds it")
-	for _, c := range []*Conn{nil, one} {
-		rpc, room := c.Open(nil, func(error) { t.Error("nobody ends it") })
-		require.Nil(t, rpc)
-		require.True(t, room)
-	}
-	var none *Conn
-	none.Reject()
 }

@@ -82,13 +82,13 @@ func serve(t *testing.T, change func(*Config, *fixture)) *fixture {
 					return nil, err
 				}
 			}
-			if a := f.Of(ctx).Answer(in); a != nil {
+			if a := From(ctx).Answer(in); a != nil {
 				return a, nil
 			}
 			return nil, inbound.ErrMemory
 		}}},
 		Streams: []grpc.StreamDesc{{StreamName: "Frames", ClientStreams: true, ServerStreams: true, Handler: func(_ any, s grpc.ServerStream) error {
-			return f.frames(f.Of(s.Context()).Frames(accounted{s}, received(s.Context())))
+			return f.frames(From(s.Context()).Frames(accounted{s}, received(s.Context())))
 		}}},
 	}, f)
 	l := testkit.Listen(t)
@@ -98,7 +98,7 @@ func serve(t *testing.T, change func(*Config, *fixture)) *fixture {
 	t.Cleanup(func() {
 		server.Stop()
 		require.NoError(t, <-served)
-		testkit.Eventually(t, func() bool { open, accepted := f.count(); return open+accepted == 0 }, "the end of every connection")
+		testkit.Eventually(t, func() bool { return f.count() == 0 }, "the end of every connection")
 		testkit.Eventually(t, func() bool { used, _, _ := f.memory.Used(); return used == 0 }, "the memory of what was sent")
 	})
 	return f
@@ -127,17 +127,17 @@ func secureOr(t *testing.T, yes bool) func(*Config, *fixture) {
 	}
 }
 
-// count returns how many connections gRPC has, and how many there are.
-func (f *fixture) count() (open, accepted int) {
+// count returns how many connections there are.
+func (f *fixture) count() int {
 	f.Set.mu.Lock()
 	defer f.Set.mu.Unlock()
-	return len(f.open), f.accepted
+	return f.accepted
 }
 
 // accepts waits until so many connections are there.
 func (f *fixture) accepts(t *testing.T, n int) {
 	t.Helper()
-	testkit.Eventually(t, func() bool { _, accepted := f.count(); return accepted == n }, "connections")
+	testkit.Eventually(t, func() bool { return f.count() == n }, "connections")
 }
 
 // Write keeps what is logged.

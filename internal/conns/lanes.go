@@ -1,7 +1,6 @@
 package conns
 
 import (
-	"bytes"
 	"io"
 	"log/slog"
 	"net"
@@ -34,78 +33,57 @@ func (s *Set) OfferLanes(sess Session, principal string, permits func(credential
 	if principal == "" {
 		owner = sess
 	}
-	thin := s.one().thin // of all lanes together
+	thin := s.limiter() // of all lanes together
 	token, withdraw := s.lanes.Offer(lane.Owner{
-		Permits: func(c net.Conn) bool { return permits(c.(*greeter).info) },
-		Admit:   func(c net.Conn) bool { return s.admitLane(c.(*greeter).accepted, owner) },
-		Attach:  func(c net.Conn) { sess.AddLane(c.(*greeter).lane(thin)) },
+		Permits: func(c net.Conn) bool { return permits(below(c).info) },
+		Admit:   func(c net.Conn) bool { return s.admitLane(below(c), owner) },
+		Attach:  func(c net.Conn) { sess.AddLane(below(c).lane(thin)) },
 	})
 	sess.OfferLanes(token, lane.Uses, uint32(s.cfg.Lanes))
 	return withdraw
 }
 
 // admitLane makes a connection a lane if there is room for another one of its owner.
-func (s *Set) admitLane(c *acceptedConn, owner any) bool {
+func (s *Set) admitLane(c *Conn, owner any) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if lanesShare*s.accepted > s.cfg.Connections || ownerShare*(s.laned[owner]+1) > s.cfg.Connections {
 		return false
 	}
 	s.laned[owner]++
-	c.one.owner = owner
-	c.lane.Store(true)
+	c.owner, c.state = owner, laned
 	return true
 }
 
-// greeter is a secured connection that greets.
-type greeter struct {
-	net.Conn
-	info     credentials.AuthInfo
-	accepted *acceptedConn // below Conn, or Conn itself
-}
-
 // lane returns the connection as a lane, whose small chunks thin limits.
-func (g *greeter) lane(thin *rate.Limiter) session.Lane {
-	_ = g.accepted.Conn.SetDeadline(time.Time{}) // clear the handshake's deadline
-	conn := g.accepted.Conn
-	if g.Conn != g.accepted {
-		conn = lane.Secured{Conn: g.Conn, Below: &g.accepted.Batch}
+func (c *Conn) lane(thin *rate.Limiter) session.Lane {
+	_ = c.Batch.SetDeadline(time.Time{}) // clear the handshake's deadline
+	conn := c.Batch.Conn
+	if c.secured != c {
+		conn = lane.Secured{Conn: c.secured, Below: &c.Batch}
 	}
 	return pacedLane{lane.New(conn, func() error {
-		defer conn.Close()
-		return g.accepted.Close()
+		c.leave()
+		return conn.Close()
 	}), thin}
 }
 
-// withoutLane returns the connection for gRPC to serve. For a connection that asks to be a
+// greeting returns the first bytes of a connection that gRPC is to serve. For one that asks to be a
 // lane, it returns credentials.ErrConnDispatched, or the reason why the lane was refused.
-func (s *Set) withoutLane(g *greeter) (net.Conn, error) {
-	first := make([]byte, len(lane.Magic))
-	if _, err := io.ReadFull(g, first); err != nil {
-		return nil, err
+func (c *Conn) greeting() (first []byte, err error) {
+	first = make([]byte, len(lane.Magic))
+	if _, err := io.ReadFull(c.secured, first); err != nil || string(first) != lane.Magic {
+		return first, err
 	}
-	if string(first) != lane.Magic {
-		return begunConn{g.Conn, io.MultiReader(bytes.NewReader(first), g.Conn)}, nil
-	}
-	if err := s.lanes.Accept(g); err != nil {
+	s := c.of
+	if err := s.lanes.Accept(c.secured); err != nil {
 		s.lanesRefused.Add(1)
-		if n, due := s.noLane.Again(); due {
-			// Not a warning: its session may just have ended.
-			s.cfg.Log.Info("lane refused", slog.String("peer", g.RemoteAddr().String()), slog.String("reason", err.Error()), slog.Int64("refused", n))
-		}
+		// Not a warning: its session may just have ended.
+		s.noLane.Log(s.cfg.Log, slog.LevelInfo, "lane refused", "refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()))
 		return nil, err
 	}
 	return nil, credentials.ErrConnDispatched // gRPC does not close it then
 }
-
-// begunConn is a connection whose first bytes have already been read.
-type begunConn struct {
-	net.Conn
-	all io.Reader
-}
-
-// Read returns the first bytes again, then the rest.
-func (c begunConn) Read(p []byte) (int, error) { return c.all.Read(p) }
 
 // pacedLane is a lane on which small chunks cost as much as small frames.
 type pacedLane struct {

@@ -27,9 +27,9 @@ type frames interface {
 // everybody's latency.
 type Frames struct {
 	frames
-	one      *Conn
-	opened   atomic.Int64 // number of tensors
-	received *inbound.RPC
+	*inbound.RPC // is charged for them
+	one          *Conn
+	opened       atomic.Int64 // number of tensors
 
 	owed  int   // the last frame's work; belongs to the goroutine that receives, as below
 	chunk bool  // it had a chunk
@@ -40,20 +40,13 @@ type Frames struct {
 // Frames returns the frames of a gRPC stream on the connection, which the account of its RPC
 // is charged for.
 func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
-	return &Frames{frames: wire.NewConn(stream, &c.unread), one: c, received: received}
+	return &Frames{frames: wire.NewConn(stream, c.in), RPC: received, one: c}
 }
-
-// Take charges the bytes that are kept, in total, of what the peer has sent. It reports whether
-// there is memory for them.
-func (r *Frames) Take(bytes int64) bool { return r.received.Take(bytes) }
-
-// Comes reports whether so many bytes a second come, and nobody waits for memory of theirs.
-func (r *Frames) Comes(rate float64, over time.Duration) bool { return r.received.Comes(rate, over) }
 
 // Send sends a copy of a frame, once there is memory for its payload. The caller hands over
 // held.
 func (r *Frames) Send(f *frame.Frame, held interface{ Release() }) error {
-	if n := f.Chunk.Len(); n > 0 && r.one.in != nil {
+	if n := f.Chunk.Len(); n > 0 {
 		r.one.in.Await(int64(n), r.Context().Done())
 	}
 	return r.frames.Send(f, held)

@@ -46,7 +46,7 @@ func (s *source) Recv() (*frame.Frame, error) {
 func TestTheFirstChunkOfEachTensorIsFree(t *testing.T) {
 	testkit.Start(t)
 	synctest.Test(t, func(t *testing.T) {
-		one := New(Config{ThinFrames: 1000}).one()
+		one := &Conn{thin: New(Config{ThinFrames: 1000}).limiter()}
 		chunks := &source{ctx: t.Context(), payload: 1, control: 60}
 		r := &Frames{frames: &source{ctx: t.Context(), control: 60}, one: one}
 		recv := func(n int) time.Duration {
@@ -96,7 +96,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c.ctx = t.Context()
 				all := New(Config{ThinFrames: perSecond})
-				one := all.one()
+				one := &Conn{thin: all.limiter()}
 				began := time.Now()
 				// Two streams of one connection share its rate; a third is another's.
 				mine := []*Frames{{frames: &c.source, one: one}, {frames: &c.source, one: one}}
@@ -115,7 +115,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				}
 				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
-				next(&Frames{frames: &c.source, one: all.one()})
+				next(&Frames{frames: &c.source, one: &Conn{thin: all.limiter()}})
 				require.Zero(t, time.Since(began))
 			})
 		})

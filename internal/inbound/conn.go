@@ -2,6 +2,7 @@ package inbound
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -62,6 +63,9 @@ type Conn struct {
 	held     int64     // for what ended RPCs have left, until the peer reads
 	since    time.Time // held has been more than Free since
 	queued   int64     // for what gRPC has in its queue until the peer reads, beside charged
+	fresh    int       // messages of that which no look has found
+	found    int       // and those that one has
+	looks    int       // how many there were
 	drained  time.Time // queued has not fallen, and been more than Free, since
 	shed     bool      // it was told to end
 	parts    int       // RPCs that wait for the rest of a message
@@ -140,12 +144,13 @@ const (
 	nobody = 2
 )
 
-// Conn returns a connection whose peer sends messages of at most so many bytes. busy
-// reports whether it has calls, whose results may wait for the peer: memory must not wait
-// for memory then.
-func (m *Memory) Conn(c net.Conn, message int64, busy func() bool) *Conn {
+// Conn returns a connection of which first, which it shares, has been read, and whose peer sends messages
+// of at most so many bytes. busy reports whether it has calls, whose results may wait for the
+// peer: memory must not wait for memory then.
+func (m *Memory) Conn(c net.Conn, first []byte, message int64, busy func() bool) *Conn {
+	r := io.MultiReader(bytes.NewReader(first), c)
 	conn := &Conn{
-		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(c, readBytes), rest: preface,
+		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(r, readBytes), rest: preface,
 		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), told: make(chan struct{}), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
@@ -331,9 +336,7 @@ func (c *Conn) tell(last []byte) error {
 // leave tells the peer why its connection is closed, between two frames, and gives it a moment to
 // read that: what it sends meanwhile is dropped, or the system would drop the reason.
 func (c *Conn) leave(why error) {
-	if c.Closing != nil {
-		c.Closing(why)
-	}
+	c.closing(why)
 	_ = c.Conn.SetDeadline(time.Now().Add(goodbye))
 	c.writing.Lock()
 	c.why = why
@@ -346,6 +349,13 @@ func (c *Conn) leave(why error) {
 		_, _ = io.CopyN(io.Discard, c.Conn, goodbyeBytes)
 	case <-time.After(goodbye):
 	case <-c.done:
+	}
+}
+
+// closing says why the connection is about to be closed.
+func (c *Conn) closing(why error) {
+	if c.Closing != nil {
+		c.Closing(why)
 	}
 }
 
@@ -896,12 +906,30 @@ func (c *Conn) mayQueue(n int64) bool {
 	return false
 }
 
-// Queue notes n bytes more, or fewer than none, that gRPC has in its queue for the peer.
-// They do not count in the connection's own share, which keeps it from being read: it may
-// bring the peer's window.
-func (c *Conn) Queue(n int64) {
+// Queue counts a message of n bytes that gRPC has in its queue for the peer. They do not count in
+// the connection's own share, which keeps it from being read: it may bring the peer's window.
+func (c *Conn) Queue(n int64) (look int) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
+	c.fresh++
+	c.queue(n)
+	return c.looks
+}
+
+// Unqueue says that gRPC has let go of a message for which Queue has returned look.
+func (c *Conn) Unqueue(n int64, look int) {
+	c.m.mu.Lock()
+	defer c.m.mu.Unlock()
+	if look == c.looks {
+		c.fresh--
+	} else {
+		c.found--
+	}
+	c.queue(-n)
+}
+
+// queue notes n bytes more, or fewer than none, in gRPC's queue; mu is held.
+func (c *Conn) queue(n int64) {
 	if c.closed { // End has uncharged them
 		return
 	}
@@ -914,6 +942,16 @@ func (c *Conn) Queue(n int64) {
 	if n < 0 {
 		c.m.admit()
 	}
+}
+
+// look looks at what gRPC has in its queue, and reports whether it has found the same once before:
+// the peer has not read it all this while; mu is held.
+func (c *Conn) look() (stuck bool) {
+	stuck = c.found > 0
+	c.found += c.fresh
+	c.fresh = 0
+	c.looks++
+	return stuck
 }
 
 // deaf reports whether the peer does not read what c has for it; mu is held.

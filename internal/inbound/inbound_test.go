@@ -48,7 +48,7 @@ type transport struct {
 func (m *Memory) transport(t testing.TB, busy func() bool) *transport {
 	t.Helper()
 	server, peer := net.Pipe()
-	return &transport{Conn: m.Conn(server, mib, busy), peer: peer, over: make(chan struct{})}
+	return &transport{Conn: m.Conn(server, nil, mib, busy), peer: peer, over: make(chan struct{})}
 }
 
 // read reads frames until the connection ends.
@@ -248,7 +248,7 @@ func TestACollectionThatFreesNothingIsRunAgain(t *testing.T) {
 				freed()
 			}
 		}
-		c := m.Conn(nil, mib, nil)
+		c := m.Conn(nil, nil, mib, nil)
 		for i := range 4 {
 			m.mu.Lock()
 			m.add(c, kib)
@@ -421,7 +421,7 @@ func TestAConnectionThatIsClosedIsToldWhyBetweenTwoFrames(t *testing.T) {
 
 // charging returns a connection with an RPC that takes frames without gRPC.
 func (m *Memory) charging() *RPC {
-	c := m.Conn(discard{}, mib, nil)
+	c := m.Conn(discard{}, nil, mib, nil)
 	r := &RPC{c: c, id: 1, cancel: func(error) {}}
 	c.rpcs[1] = r
 	return r
@@ -429,7 +429,7 @@ func (m *Memory) charging() *RPC {
 
 // fill charges a connection n bytes.
 func (m *Memory) fill(n int64) *Conn {
-	c := m.Conn(discard{}, mib, nil)
+	c := m.Conn(discard{}, nil, mib, nil)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.add(c, n)
@@ -478,7 +478,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 		m.rpcs = 2 * m.limit
 		var deaf *Conn
 		for n := range 2 {
-			deaf = m.Conn(discard{}, mib, nil)
+			deaf = m.Conn(discard{}, nil, mib, nil)
 			for i := 0; ; i++ {
 				deaf.opening = uint32(2*i + 1)
 				r, ok := deaf.Open(nil, func(error) {})
@@ -489,7 +489,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 			}
 		}
 		_, _, before := m.Used()
-		other := m.Conn(discard{}, mib, nil)
+		other := m.Conn(discard{}, nil, mib, nil)
 		m.mu.Lock()
 		m.add(other, Free)
 		m.mu.Unlock()
@@ -525,7 +525,7 @@ func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
 func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := NewMemory(0, mib)
-		late, deaf, c := m.Conn(discard{}, mib, nil), m.Conn(discard{}, mib, nil), m.Conn(discard{}, mib, nil)
+		late, deaf, c := m.Conn(discard{}, nil, mib, nil), m.Conn(discard{}, nil, mib, nil), m.Conn(discard{}, nil, mib, nil)
 		took := func(n int64) time.Duration {
 			begin := time.Now()
 			c.Await(n, t.Context().Done())
@@ -543,11 +543,11 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 		if c.Room(m.limit-m.limit/beginOf+mib+1) || !c.Room(m.limit-m.limit/beginOf+mib) { // Free of what is charged counts for nothing
 			t.Error("there is room for as much as the limit leaves")
 		}
-		time.AfterFunc(patience/2, func() { late.Queue(-mib) })
+		time.AfterFunc(patience/2, func() { late.Unqueue(mib, 0) })
 		if d := took(mib); d < patience/2 || d > patience/2+queueEvery {
 			t.Errorf("waited %v for a peer that reads", d)
 		}
-		c.Queue(-Free)
+		c.Unqueue(Free, 0)
 		late.Queue(2 * mib)
 		if d := took(Free); d > 0 {
 			t.Errorf("waited %v with what each may have", d)
@@ -558,7 +558,7 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 		go func() {
 			<-deaf.done
 			deaf.End()
-			deaf.Queue(-mib) // gRPC lets go of it late
+			deaf.Unqueue(mib, 0) // gRPC lets go of it late
 		}()
 		if d := took(mib); d < patience/4 || d > patience/2+queueEvery {
 			t.Errorf("waited %v for a peer that never reads", d)
@@ -571,6 +571,41 @@ func TestWhatIsToBeSentWaitsForMemory(t *testing.T) {
 			t.Errorf("%d bytes are charged, %d queued", charged, m.queued)
 		}
 	})
+}
+
+// TestEachMessageIsStuckOnItsOwn compares with a list of what is unread, and how many looks
+// have found it since it was sent.
+func TestEachMessageIsStuckOnItsOwn(t *testing.T) {
+	r := testkit.Rand(t)
+	c := NewMemory(0, mib).Conn(discard{}, nil, mib, nil)
+	type sent struct{ look, looks int }
+	var model []sent
+	for range 20_000 {
+		switch r.IntN(7) {
+		case 0:
+			want := false
+			for i := range model {
+				model[i].looks++
+				want = want || model[i].looks > 1
+			}
+			c.m.Look()
+			if c.shed != want {
+				t.Fatalf("stuck: %v, want %v", !want, want)
+			}
+			c.shed = false
+		case 1, 2, 3:
+			model = append(model, sent{look: c.Queue(kib)})
+		default:
+			if len(model) > 0 {
+				i := r.IntN(len(model))
+				c.Unqueue(kib, model[i].look)
+				model = append(model[:i], model[i+1:]...)
+			}
+		}
+		if c.queued != int64(len(model)*kib) || c.fresh+c.found != len(model) {
+			t.Fatalf("%d bytes are charged for %d messages", c.queued, len(model))
+		}
+	}
 }
 
 func TestABacklogThatNeverEmptiesTakesNoMoreMemory(t *testing.T) {

@@ -229,7 +229,7 @@ func TestAPeerThatStopsInALargerMessageEndsForOthers(t *testing.T) {
 		begin := time.Now()
 		go honest.send(size, 0, prefixBytes+size)
 		for { // a message of the server's own never waits
-			r := &RPC{c: m.Conn(discard{}, 64*kib, nil), id: 1, cancel: func(error) {}}
+			r := &RPC{c: m.Conn(discard{}, nil, 64*kib, nil), id: 1, cancel: func(error) {}}
 			m.mu.Lock()
 			r.c.rpcs[1] = r
 			m.mu.Unlock()
@@ -414,7 +414,7 @@ func TestLargerMessagesOfOneRPCTakeTheirPlacesAnew(t *testing.T) {
 func TestLargerMessagesAndOthersShareWhatThereIs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := small(mib)
-		own := m.Conn(discard{}, 64*kib, nil)
+		own := m.Conn(discard{}, nil, 64*kib, nil)
 		grow := func(n int64) {
 			m.mu.Lock()
 			defer m.mu.Unlock()
@@ -451,7 +451,7 @@ func TestLargerMessagesAndOthersShareWhatThereIs(t *testing.T) {
 		if other.took() > 0 {
 			t.Error("a larger message took what is for others that read")
 		}
-		own.Queue(-mib / 2)
+		own.Unqueue(mib/2, 0)
 		own.rpcs = nil
 		for _, l := range []*largePeer{part, other} {
 			l.close()

@@ -232,15 +232,32 @@ func (m *Memory) shed() bool {
 	if most == nil {
 		return false
 	}
-	most.shed = true
 	m.denied++
-	go func() { // ends at once: not with the lock
-		if most.Closing != nil {
-			most.Closing(ErrUnread)
-		}
-		_ = most.Close()
-	}()
+	most.cut()
 	return true
+}
+
+// cut closes a connection whose peer does not read; mu is held.
+func (c *Conn) cut() {
+	c.shed = true
+	go func() { // ends at once: not with the lock
+		c.closing(ErrUnread)
+		_ = c.Close() // gRPC's reader cleans up the rest
+	}()
+}
+
+// Look closes connections whose peers do not read. Each RPC has its own idle timeout, but what
+// an RPC sent before it ended stays in gRPC's queue, along with the memory it occupies, for as
+// long as the peer's window is closed. gRPC cannot reset a stream then, so the connection must
+// be closed: if a frame that was queued at the last look still is.
+func (m *Memory) Look() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for c := range m.conns {
+		if c.look() && !c.shed && !c.closed {
+			c.cut()
+		}
+	}
 }
 
 // try charges n bytes if they fit, and nobody waits for the same; mu is held.

@@ -22,7 +22,7 @@ type Conn struct {
 }
 
 // NewConn returns a Conn over a gRPC stream. unread, if not nil, counts what is sent.
-func NewConn(stream Stream, unread *Unread) *Conn {
+func NewConn(stream Stream, unread Unread) *Conn {
 	return &Conn{stream: stream, out: Message{Outgoing: Outgoing{Unread: unread}}}
 }
 

@@ -6,54 +6,12 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// Unread counts what was sent on one connection and gRPC has in its queue. The zero value
-// is ready. Safe for concurrent use.
-type Unread struct {
-	// Charge, if set, is called with each change in the bytes of memory that it takes.
-	Charge func(bytes int64)
-
-	mu sync.Mutex // guards all below
-	// Messages that no look has found, and those that one has.
-	fresh, found int
-	looks        int // how many there were
-}
-
-// Look looks at what is unread, and reports whether it has found the same once before: the
-// peer has not read it all this while.
-func (u *Unread) Look() (stuck bool) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	stuck = u.found > 0
-	u.found += u.fresh
-	u.fresh = 0
-	u.looks++
-	return stuck
-}
-
-// add counts a message, and remove undoes that.
-func (u *Unread) add(c *copied) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	u.fresh++
-	c.unread, c.sent, c.bytes = u, u.looks, int64(cap(*c.data))
-	u.charge(c.bytes)
-}
-
-func (u *Unread) remove(c *copied) {
-	u.mu.Lock()
-	defer u.mu.Unlock()
-	if c.sent == u.looks {
-		u.fresh--
-	} else {
-		u.found--
-	}
-	u.charge(-c.bytes)
-}
-
-func (u *Unread) charge(bytes int64) {
-	if u.Charge != nil {
-		u.Charge(bytes)
-	}
+// Unread counts what was sent on a connection and gRPC has in its queue. Safe for concurrent use.
+type Unread interface {
+	// Queue counts a message that takes so many bytes of memory.
+	Queue(bytes int64) (look int)
+	// Unqueue undoes that.
+	Unqueue(bytes int64, look int)
 }
 
 // copied is a copy of a message for gRPC, in one buffer, which gRPC puts back when it has
@@ -63,9 +21,9 @@ type copied struct {
 	mem.NopBufferPool         // Get is not used
 	data              *[]byte // from Buffers
 	slice             [1]mem.Buffer
-	unread            *Unread // that counts it; nil: none does
-	sent              int     // of unread.looks
-	bytes             int64   // charged
+	unread            Unread // that counts it; nil: none does
+	bytes             int64  // for which unread has returned look
+	look              int
 }
 
 var copies = sync.Pool{New: func() any { return new(copied) }}
@@ -73,7 +31,7 @@ var copies = sync.Pool{New: func() any { return new(copied) }}
 // forget says that gRPC may have forgotten the copy.
 func (c *copied) forget() {
 	if c.unread != nil {
-		c.unread.remove(c)
+		c.unread.Unqueue(c.bytes, c.look)
 		c.unread = nil
 	}
 }
@@ -88,7 +46,7 @@ func (c *copied) Put(*[]byte) {
 
 // Outgoing is the part of a Message or an Answer that is sent.
 type Outgoing struct {
-	Unread *Unread // that counts it; nil: none does
+	Unread Unread  // that counts it; nil: none does
 	copied *copied // valid until SendMsg returns
 }
 
@@ -98,7 +56,8 @@ func (o *Outgoing) room(n int) *copied {
 	c.data = Buffers.Get(max(n, smallest))
 	*c.data = (*c.data)[:0]
 	if o.copied = c; o.Unread != nil {
-		o.Unread.add(c)
+		c.unread, c.bytes = o.Unread, int64(cap(*c.data))
+		c.look = c.unread.Queue(c.bytes)
 	}
 	return c
 }

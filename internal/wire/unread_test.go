@@ -20,23 +20,37 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
-// account counts what an Unread charges.
+// account counts what is unread.
 type account struct {
-	Unread
-	bytes atomic.Int64
+	mu              sync.Mutex // guards all below
+	messages, looks int
+	bytes           int64
 }
 
-func newAccount() *account {
-	a := new(account)
-	a.Charge = func(n int64) { a.bytes.Add(n) }
-	return a
-}
-
-// empty reports whether nothing is counted.
-func (a *account) empty() bool {
+func (a *account) Queue(n int64) (look int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	return a.fresh+a.found == 0
+	a.messages++
+	a.looks++
+	a.bytes += n
+	return a.looks
+}
+
+func (a *account) Unqueue(n int64, look int) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if look == 0 {
+		panic("not what Queue returned")
+	}
+	a.messages--
+	a.bytes -= n
+}
+
+// counts returns what is counted now.
+func (a *account) counts() (messages int, bytes int64) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.messages, a.bytes
 }
 
 // send marshals v for a.
@@ -47,11 +61,6 @@ func (a *account) send(t testing.TB, v any) mem.BufferSlice {
 		t.Fatal(err)
 	}
 	return b
-}
-
-func (a *account) control(t testing.TB) mem.BufferSlice {
-	t.Helper()
-	return a.send(t, &Message{Frame: frame.Frame{Failures: []frame.Failure{{Tensor: tensorA}}}, Outgoing: Outgoing{Unread: &a.Unread}})
 }
 
 func TestWhateverIsSentIsChargedUntilGRPCLetsGo(t *testing.T) {
@@ -68,74 +77,31 @@ func TestWhateverIsSentIsChargedUntilGRPCLetsGo(t *testing.T) {
 		"an empty answer": {list(0), MediumBytes},
 	} {
 		t.Run(name, func(t *testing.T) {
-			a := newAccount()
-			var v any = &Answer{Message: tc.message, Outgoing: Outgoing{Unread: &a.Unread}}
+			a := new(account)
+			var v any = &Answer{Message: tc.message, Outgoing: Outgoing{Unread: a}}
 			want, _ := stock.Marshal(tc.message)
 			if f, ok := tc.message.(frame.Frame); ok {
-				v = &Message{Frame: f, Outgoing: Outgoing{Unread: &a.Unread}}
+				v = &Message{Frame: f, Outgoing: Outgoing{Unread: a}}
 				want, _ = stock.Marshal(toProto(&f))
 			}
 			b := a.send(t, v)
 			if !bytes.Equal(b.Materialize(), want.Materialize()) {
 				t.Error("not what the stock codec makes of it")
 			}
-			if a.empty() || a.bytes.Load() != tc.bytes {
-				t.Errorf("empty: %v; %d bytes are charged, want %d", a.empty(), a.bytes.Load(), tc.bytes)
-			}
 			b.Ref()
 			b.Free()
-			if a.Look() || !a.Look() {
-				t.Error("it is stuck when two looks have found it, and only then")
+			if n, bytes := a.counts(); n != 1 || bytes != tc.bytes {
+				t.Errorf("%d bytes are charged for %d messages, want %d", bytes, n, tc.bytes)
 			}
 			b.Free()
-			if !a.empty() || a.bytes.Load() != 0 || a.Look() {
+			if n, bytes := a.counts(); n != 0 || bytes != 0 {
 				t.Error("it is still counted")
 			}
 		})
 	}
-	a := newAccount()
-	if b, err := (Codec{}).Marshal(&Answer{Message: "no message", Outgoing: Outgoing{Unread: &a.Unread}}); err == nil || b != nil || !a.empty() {
+	a := new(account)
+	if b, err := (Codec{}).Marshal(&Answer{Message: "no message", Outgoing: Outgoing{Unread: a}}); err == nil || b != nil || a.messages != 0 {
 		t.Errorf("got %v, %v", b, err)
-	}
-}
-
-// TestEachMessageIsStuckOnItsOwn compares with a list of what is unread, and how many looks
-// have found it since it was sent.
-func TestEachMessageIsStuckOnItsOwn(t *testing.T) {
-	testkit.Start(t)
-	r := testkit.Rand(t)
-	a := newAccount()
-	type sent struct {
-		b     mem.BufferSlice
-		looks int
-	}
-	var model []sent
-	for range 20_000 {
-		switch r.IntN(7) {
-		case 0:
-			want := false
-			for i := range model {
-				model[i].looks++
-				want = want || model[i].looks > 1
-			}
-			if a.Look() != want {
-				t.Fatalf("stuck: %v, want %v", !want, want)
-			}
-		case 1, 2, 3:
-			model = append(model, sent{b: a.control(t)})
-		default:
-			if len(model) > 0 {
-				i := r.IntN(len(model))
-				model[i].b.Free()
-				model = append(model[:i], model[i+1:]...)
-			}
-		}
-		if a.empty() != (len(model) == 0) || a.bytes.Load() != int64(len(model)*MediumBytes) {
-			t.Fatalf("%d bytes are charged for %d messages", a.bytes.Load(), len(model))
-		}
-	}
-	for _, s := range model {
-		s.b.Free()
 	}
 }
 
@@ -162,7 +128,7 @@ type flood struct {
 func (f *flood) Release() { f.released.Add(1) }
 
 func (f *flood) StreamTensors(s grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	c := NewConn(s, &f.Unread)
+	c := NewConn(s, f)
 	go func() { // ends with the RPC
 		for {
 			if _, err := c.Recv(); err != nil {
@@ -186,7 +152,7 @@ func TestNothingOfRPCsThatAreCancelledStaysCharged(t *testing.T) {
 	if testing.Short() {
 		rpcs = 100
 	}
-	there, handler := &flood{account: newAccount()}, new(forgetting)
+	there, handler := &flood{account: new(account)}, new(forgetting)
 	server := grpc.NewServer(grpc.ForceServerCodecV2(Codec{}), grpc.StatsHandler(handler))
 	pb.RegisterTensorServiceServer(server, there)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -224,7 +190,8 @@ func TestNothingOfRPCsThatAreCancelledStaysCharged(t *testing.T) {
 	}
 	work.Wait()
 	testkit.Eventually(t, func() bool {
-		return there.empty() && there.bytes.Load() == 0 && there.released.Load() == there.sent.Load()
+		n, bytes := there.counts()
+		return n == 0 && bytes == 0 && there.released.Load() == there.sent.Load()
 	}, "the end of all charges")
 	t.Logf("%d frames; %d were sent when the RPC was over", there.sent.Load(), handler.cut.Load())
 	if err := conn.Close(); err != nil {

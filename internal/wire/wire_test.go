@@ -362,7 +362,7 @@ func TestAChunkFrameAllocatesNothing(t *testing.T) {
 		t.Skip("under the race detector sync.Pool drops items at random")
 	}
 	pool := mem.NewTieredBufferPool(16 << 10)
-	out := &Message{Frame: hotFrame(make([]byte, 1<<20)), Outgoing: Outgoing{Unread: new(Unread)}}
+	out := &Message{Frame: hotFrame(make([]byte, 1<<20)), Outgoing: Outgoing{Unread: new(account)}}
 	in := new(Message)
 	var views mem.BufferSlice
 	round := func() {
