@@ -81,7 +81,7 @@ func ParseDataType(name string) (DataType, error) {
 			return DataType(d), nil
 		}
 	}
-	return 0, fmt.Errorf("%w: %.*q is not a data type; known: %v", ErrDataType, quoted, name, DataTypes())
+	return 0, fmt.Errorf("%w: %.64q is not a data type; known: %v", ErrDataType, name, DataTypes())
 }
 
 // UnmarshalText is ParseDataType; it borrows the name.

@@ -11,7 +11,4 @@ const (
 	// MaxChunks is the number of chunks of one tensor: what a receiver keeps
 	// per chunk (5 bytes) then stays below 6 MiB for the largest tensor.
 	MaxChunks = 1 << 20
-	// quoted is how many characters an error quotes of a text that is no shape or data
-	// type: all of one that was nearly right.
-	quoted = 64
 )

@@ -118,7 +118,7 @@ func ParseShape(text string) (Shape, error) {
 	for part := range strings.SplitSeq(text, ",") {
 		d, err := strconv.ParseInt(strings.TrimSpace(part), 10, 64)
 		if err != nil {
-			return nil, fmt.Errorf("%w: %.*q is not a dimension; write a shape as 2,3,4", ErrShape, quoted, part)
+			return nil, fmt.Errorf("%w: %.64q is not a dimension; write a shape as 2,3,4", ErrShape, part)
 		}
 		s = append(s, d)
 		if len(s) > MaxRank {

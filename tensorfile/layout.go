@@ -106,7 +106,7 @@ func (l Layout) inOrder(d tensor.Desc, r io.Reader) io.Reader {
 	if !l.BigEndian {
 		return r
 	}
-	return &swapping{r: bufio.NewReaderSize(r, swapBytes), unit: swapped(d.DType)}
+	return &swapping{r: bufio.NewReaderSize(r, readAhead), unit: swapped(d.DType)}
 }
 
 // reader returns the bytes of an array that data, which is borrowed, holds.
@@ -114,34 +114,12 @@ func (l Layout) reader(d tensor.Desc, data []byte) io.Reader {
 	if !l.Fortran {
 		return l.inOrder(d, bytes.NewReader(data))
 	}
-	width, rows := int64(d.DType.Bits()/8), d.Shape[0]
-	t := &transposing{
-		data: data, width: width, rows: rows, columns: int64(len(data)) / width / rows,
-		axes: d.Shape[1:], steps: make([]int64, len(d.Shape)-1), at: make([]int64, len(d.Shape)-1),
-	}
-	step := int64(1)
-	for i, dim := range t.axes {
-		t.steps[i] = step
+	columns, step := Strided{d, make([]int64, len(d.Shape))}, int64(1)
+	for i, dim := range d.Shape {
+		columns.Strides[i] = step
 		step *= dim
 	}
-	return l.inOrder(d, t)
-}
-
-// lazy opens a reader when it is first read.
-type lazy struct {
-	open func() (io.Reader, error)
-	r    io.Reader // nil until then
-}
-
-func (l *lazy) Read(p []byte) (int, error) {
-	if l.r == nil {
-		r, err := l.open()
-		if err != nil {
-			return 0, err
-		}
-		l.r, l.open = r, nil
-	}
-	return l.r.Read(p)
+	return l.inOrder(d, columns.Reader(data, nil))
 }
 
 // swapping swaps the bytes of each unit that it reads.
@@ -183,70 +161,5 @@ func swap(b []byte, unit int) {
 		case 8:
 			binary.LittleEndian.PutUint64(b, binary.BigEndian.Uint64(b))
 		}
-	}
-}
-
-// transposing reads an array in Fortran order row by row, a row being all that the first
-// axis has at one place. In the file the elements of a column, one of each row, lie side
-// by side: for as many rows as fit a block it copies pieces of columns, so that it reads a
-// mapped file in runs and not byte by byte.
-type transposing struct {
-	data          []byte
-	width         int64
-	rows, columns int64
-	axes, steps   []int64 // behind the first; how far apart columns lie along each
-
-	row, column int64   // the next block begins there
-	at          []int64 // of the column, for its axes
-	buf, ready  []byte
-}
-
-func (t *transposing) Read(p []byte) (int, error) {
-	if len(t.ready) == 0 {
-		if t.row == t.rows {
-			return 0, io.EOF
-		}
-		t.fill()
-	}
-	n := copy(p, t.ready)
-	t.ready = t.ready[n:]
-	if len(t.ready) == 0 && t.row == t.rows { // who has every byte may not read on to EOF
-		t.data, t.buf, t.ready = nil, nil, nil
-	}
-	return n, nil
-}
-
-// fill makes the next block ready: some rows, or a piece of one that is longer than that.
-func (t *transposing) fill() {
-	most := transposeBytes / t.width
-	rows, columns := int64(1), min(t.columns-t.column, most)
-	if t.columns <= most {
-		rows = min(t.rows-t.row, most/t.columns)
-	}
-	size := rows * columns * t.width
-	if int64(cap(t.buf)) < size {
-		t.buf = make([]byte, size)
-	}
-	t.ready = t.buf[:size]
-	for c := range columns {
-		column := int64(0)
-		for i, n := range t.at {
-			column += n * t.steps[i]
-		}
-		from := (column*t.rows + t.row) * t.width
-		for r := range rows {
-			to := (r*columns + c) * t.width
-			copy(t.ready[to:to+t.width], t.data[from+r*t.width:])
-		}
-		for i := len(t.at) - 1; i >= 0; i-- { // the last axis runs fastest
-			if t.at[i]++; t.at[i] < t.axes[i] {
-				break
-			}
-			t.at[i] = 0
-		}
-	}
-	if t.column += columns; t.column == t.columns {
-		t.column = 0
-		t.row += rows
 	}
 }

@@ -110,7 +110,7 @@ func TestEveryLayoutIsConverted(t *testing.T) {
 }
 
 func TestALongRowIsTransposedInPieces(t *testing.T) {
-	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{2, 3, transposeBytes/2 + 1}}
+	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{2, 3, 4<<20 + 1}}
 	size, err := d.Bytes()
 	require.NoError(t, err)
 	data := make([]byte, size)
@@ -158,7 +158,7 @@ func TestAnArrayInFortranOrderIsHeldOnceAndUntilItsLastByte(t *testing.T) {
 	runtime.GC()
 	runtime.ReadMemStats(&after)
 	require.Less(t, after.HeapAlloc, before.HeapAlloc+size/4)
-	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(4*(size+2*transposeBytes)))
+	require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(4*(size+1<<20)))
 	for _, r := range readers {
 		_, err := r.Read(make([]byte, 1))
 		require.Equal(t, io.EOF, err)

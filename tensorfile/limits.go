@@ -2,19 +2,13 @@ package tensorfile
 
 // Limits of what a file may ask for before its content has been checked.
 const (
-	// MaxSafetensorsHeader is the longest .safetensors header in bytes: the
+	// MaxSafetensorsHeader is the longest .safetensors header, or index, in bytes: the
 	// bound of the reference implementation, room for long names and metadata.
 	MaxSafetensorsHeader = 100_000_000
 	// MaxEntries is how many tensors a .safetensors header or an index may have, and how
 	// many texts its metadata: some 250 bytes of memory each. The largest models known have
 	// 200 000 tensors, in some 60 files.
 	MaxEntries = 1 << 18
-	// MaxIndex is the longest index of a model of several files in bytes: as many names as
-	// a header has.
-	MaxIndex = MaxSafetensorsHeader
-	// foreignType is how many bytes of an unknown data type's name are kept; the format's
-	// own have up to 7.
-	foreignType = 40
 	// MaxNPYHeader is the longest .npy header in bytes: all that version 1.0 can
 	// say. A header of 32 axes of 13 digits takes less than 1 KiB.
 	MaxNPYHeader = 1<<16 - 1
@@ -23,9 +17,6 @@ const (
 	// its last bytes.
 	MaxFortranStream = 1 << 30
 
-	// swapBytes are swapped at a time.
-	swapBytes = 64 << 10
-	// transposeBytes are transposed at a time: with 1 000 rows to a block the pieces of
-	// columns that are read are longer than a line of the processor's cache.
-	transposeBytes = 8 << 20
+	// readAhead is how many bytes are converted at a time.
+	readAhead = 64 << 10
 )

@@ -206,10 +206,10 @@ func readIndex(path string) (text string, files map[string]string, err error) {
 		return "", nil, err
 	}
 	defer f.Close()
-	if size > MaxIndex {
-		return "", nil, fmt.Errorf("%s: %w: safetensors: index of %d bytes is over the limit of %d", path, ErrFormat, size, MaxIndex)
+	if size > MaxSafetensorsHeader {
+		return "", nil, fmt.Errorf("%s: %w: safetensors: index of %d bytes is over the limit of %d", path, ErrFormat, size, MaxSafetensorsHeader)
 	}
-	all, err := io.ReadAll(io.LimitReader(f, MaxIndex))
+	all, err := io.ReadAll(io.LimitReader(f, MaxSafetensorsHeader))
 	if err != nil {
 		return "", nil, fmt.Errorf("tensorfile: read %s: %w", path, err)
 	}

@@ -130,7 +130,7 @@ func member(f *zip.File) (a Array, err error) {
 			if err == nil {
 				_, err = io.CopyN(io.Discard, m, header)
 			}
-			return &checked{m, header + size}, zipError(unexpectedEOF(err))
+			return HoldBack(m, size, m.end), zipError(unexpectedEOF(err))
 		}})
 	}
 	return a, err
@@ -163,26 +163,6 @@ func (u *unzipped) end() error {
 		return nil
 	}
 	return err
-}
-
-// checked reads a member up to size. It gives the last byte only if the checksum is right.
-type checked struct {
-	*unzipped
-	size int64
-}
-
-func (c *checked) Read(p []byte) (int, error) {
-	if c.read == c.size {
-		return 0, cmp.Or(c.end(), io.EOF)
-	}
-	n, err := c.unzipped.Read(p[:min(int64(len(p)), c.size-c.read)])
-	if c.read == c.size {
-		err = c.end()
-	}
-	if err != nil {
-		return 0, zipError(unexpectedEOF(err))
-	}
-	return n, nil
 }
 
 // unexpectedEOF is the error of reading what may not end yet.

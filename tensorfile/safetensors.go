@@ -276,7 +276,7 @@ func (p *headerParser) entry(name string) {
 			if i := slices.IndexFunc(stTypes, func(t stType) bool { return t.name == dtype }); i >= 0 {
 				e.Desc.DType = stTypes[i].dtype
 			} else {
-				e.Foreign = cmp.Or(strings.ToValidUTF8(dtype[:min(len(dtype), foreignType)], ""), "none")
+				e.Foreign = cmp.Or(strings.ToValidUTF8(dtype[:min(len(dtype), 40)], ""), "none")
 			}
 		case "shape":
 			// A shape is kept only as far as the rank limit, however long the list.

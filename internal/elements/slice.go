@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
 // errSlice is wrapped when a text is not a slice of a tensor.
@@ -117,7 +118,7 @@ func (s *Slice) Reader(r io.Reader) (io.Reader, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &cutting{size: size, part: part, run: int64(s.of.DType.Bits() / 8)}
+	c := &cutting{run: int64(s.of.DType.Bits() / 8)}
 	if b, ok := r.(*bytes.Reader); ok {
 		c.r = view{b}
 	} else {
@@ -138,7 +139,7 @@ func (s *Slice) Reader(r io.Reader) (io.Reader, error) {
 		c.run *= c.axes[axis].count
 		c.axes[axis].count = 1
 	}
-	return c, nil
+	return tensorfile.HoldBack(c, part, func() error { return c.skipTo(size) }), nil
 }
 
 // cutting reads a part of a tensor: runs of bytes, and skips what is between.
@@ -147,24 +148,14 @@ type cutting struct {
 		io.Reader
 		Discard(n int) (int, error)
 	}
-	read, size int64    // bytes of the tensor: so far, and all
-	part       int64    // bytes of the part that are still to come
-	run        int64    // bytes of a run
-	inRun      int64    // bytes of this one that are still to come
-	runs       int64    // those that have begun
-	axes       []places // those that runs are counted in, in bytes
+	read  int64    // bytes of the tensor so far
+	run   int64    // bytes of a run
+	inRun int64    // bytes of this one that are still to come
+	runs  int64    // those that have begun
+	axes  []places // those that runs are counted in, in bytes
 }
 
 func (c *cutting) Read(p []byte) (int, error) {
-	if c.part == 0 {
-		if err := c.skipTo(c.size); err != nil {
-			return 0, err
-		}
-		return 0, io.EOF
-	}
-	if len(p) == 0 {
-		return 0, nil
-	}
 	if c.inRun == 0 {
 		if err := c.skipTo(c.next()); err != nil {
 			return 0, err
@@ -172,16 +163,8 @@ func (c *cutting) Read(p []byte) (int, error) {
 		c.inRun = c.run
 	}
 	n, err := c.r.Read(p[:min(int64(len(p)), c.inRun)])
-	c.read, c.inRun, c.part = c.read+int64(n), c.inRun-int64(n), c.part-int64(n)
-	switch {
-	case c.part > 0:
-		err = unexpected(err)
-	case err == nil || errors.Is(err, io.EOF):
-		if err = c.skipTo(c.size); err != nil {
-			n = 0
-		}
-	}
-	return n, err
+	c.read, c.inRun = c.read+int64(n), c.inRun-int64(n)
+	return n, unexpected(err)
 }
 
 // next returns where the next run begins.

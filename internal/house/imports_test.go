@@ -42,7 +42,7 @@ var layers = map[string][]string{
 	"engine":             {"slab", "tensor"},
 	"internal/admission": {"slab"},
 	"internal/harness":   {"internal/proc"},
-	"internal/elements":  {"internal/minifloat", "tensor"},
+	"internal/elements":  {"internal/minifloat", "tensor", "tensorfile"},
 	"internal/link":      {"slab"},
 	"internal/testkit":   {"slab"},
 	"internal/torchsave": {"tensor", "tensorfile"},

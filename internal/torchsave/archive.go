@@ -20,8 +20,9 @@ const (
 
 	localSize = 30 // without the name and the extra field
 	entrySize = 46
-	flags     = 0x0808 // a descriptor follows, the name is UTF-8
-	noBytes   = 0x0800 // of an empty record
+	wideSize  = 4 + 3*8 // of ZIP64's extra field, the most: two sizes and an offset
+	flags     = 0x0808  // a descriptor follows, the name is UTF-8
+	noBytes   = 0x0800  // of an empty record
 	align     = 64
 	narrow    = math.MaxUint32 // the least that has no room
 )

@@ -1,7 +1,6 @@
 package torchsave
 
 import (
-	"bufio"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -64,7 +63,7 @@ func parse(data []byte) (*File, error) {
 	for _, s := range r.m.stores {
 		s.intact = sync.OnceValue(func() error {
 			if s.crc != 0 && s.crc != crc32.ChecksumIEEE(data[s.data:s.data+s.size]) {
-				return malformed("the storage %.*q is damaged: its checksum is wrong", quoted, s.key)
+				return malformed("the storage %.80q is damaged: its checksum is wrong", s.key)
 			}
 			return nil
 		})
@@ -90,29 +89,5 @@ func (f *File) Array(name string) (tensorfile.Array, error) {
 		err = e.intact()
 	}
 	begin := e.data + e.offset
-	g := &gathering{entry: e, window: f.data[begin : begin+e.Window], left: size}
-	return tensorfile.Array{Name: name, Desc: e.Desc, Reader: bufio.NewReaderSize(g, readAhead)}, err
-}
-
-// gathering reads a tensor of a file, row-major.
-type gathering struct {
-	entry
-	window []byte
-	from   int64 // element
-	left   int64 // bytes
-}
-
-// Read implements io.Reader for a p of readAhead bytes or more.
-func (g *gathering) Read(p []byte) (int, error) {
-	if g.left == 0 {
-		return 0, io.EOF
-	}
-	if err := g.intact(); err != nil {
-		return 0, err
-	}
-	w := width(g.Desc)
-	n := min(int64(len(p))/w*w, g.left)
-	g.Gather(p[:n], g.window, g.from)
-	g.from, g.left = g.from+n/w, g.left-n
-	return int(n), nil
+	return tensorfile.Array{Name: name, Desc: e.Desc, Reader: e.Reader(f.data[begin:begin+e.Window], e.intact)}, err
 }

@@ -148,10 +148,10 @@ func (m *machine) step(p []byte) (n int) {
 		m.must(false, unsupported, "the opcode %s in data.pkl; "+readable, name)
 		return 0
 	case arg == argLines:
-		p = p[:min(len(p), maxGlobal)]
+		p = p[:min(len(p), maxText)]
 		lines := bytes.SplitAfterN(p, []byte("\n"), 3)
 		if len(lines) < 3 {
-			m.must(len(p) < maxGlobal, malformed, "a global of more than %d bytes: %.*q", maxGlobal, quoted, p[1:])
+			m.must(len(p) < maxText, malformed, "a global of more than %d bytes: %.80q", maxText, p[1:])
 			return 0
 		}
 		arg = len(lines[0]) + len(lines[1]) - skip
@@ -246,12 +246,12 @@ func (m *machine) proto(arg []byte) {
 func (m *machine) global(arg []byte) {
 	name := strings.Replace(string(arg[:len(arg)-1]), "\n", " ", 1)
 	v, known := globals[name]
-	m.must(known, unsupported, "the global %.*q in data.pkl; "+readable, quoted, name)
+	m.must(known, unsupported, "the global %.80q in data.pkl; "+readable, name)
 	m.push(v)
 }
 
 func (m *machine) text(arg []byte) {
-	m.must(utf8.Valid(arg), malformed, "a text that is not UTF-8: %.*q", quoted, arg)
+	m.must(utf8.Valid(arg), malformed, "a text that is not UTF-8: %.80q", arg)
 	m.push(string(arg))
 }
 
@@ -328,9 +328,9 @@ func (m *machine) persistent([]byte) {
 	s := &storage{kind: want[storageType](m, id[1]), key: want[string](m, id[2]), elements: want[int64](m, id[4])}
 	unit := max(int64(tensor.DataType(s.kind).Bits()/8), 1)
 	s.size = s.elements * unit
-	m.must(what == "storage" && s.elements <= math.MaxInt64/2/unit, malformed, "a %.*q of %d elements on %.*q", quoted, what, s.elements, quoted, device)
+	m.must(what == "storage" && s.elements <= math.MaxInt64/2/unit, malformed, "a %.80q of %d elements on %.80q", what, s.elements, device)
 	if old := m.stores[s.key]; old != nil {
-		m.must(old.kind == s.kind && old.elements == s.elements, malformed, "the storage %.*q is of two types or sizes", quoted, s.key)
+		m.must(old.kind == s.kind && old.elements == s.elements, malformed, "the storage %.80q is of two types or sizes", s.key)
 		s = old
 	}
 	m.stores[s.key] = s
@@ -391,9 +391,8 @@ func (m *machine) root() (entries []entry, bare bool) {
 	for i := 0; m.err == nil && i < len(d.keys); i++ {
 		name := d.keys[i]
 		t, ok := d.values[i].(*rebuilt)
-		m.must(ok, unsupported, "%.*q in the dict is of type %s; "+readable, quoted, name, kind(d.values[i]))
-		m.must(!seen[name], malformed, "%.*q comes twice in the dict", quoted, name)
-		m.must(i < maxTensors, limited, "more than %d tensors", maxTensors)
+		m.must(ok, unsupported, "%.80q in the dict is of type %s; "+readable, name, kind(d.values[i]))
+		m.must(!seen[name], malformed, "%.80q comes twice in the dict", name)
 		entries, seen[name] = append(entries, entry{name, t}), true
 	}
 	return entries, false

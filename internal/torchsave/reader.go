@@ -48,7 +48,7 @@ type Reader struct {
 // lie, have up to maxBytes bytes each. A larger one is refused as soon as the layout is
 // known; the error wraps tensor.ErrTooLarge.
 func NewReader(maxBytes int64) *Reader {
-	return newReader(maxPickle, func(l Layout) error {
+	return newReader(maxText, func(l Layout) error {
 		if size, _ := l.Bytes(); max(size, l.Window) > maxBytes { // it has been computed before
 			return limited("%v has %d bytes, which take %d in the file; the limit is %d", l.Desc, size, l.Window, maxBytes)
 		}
@@ -75,12 +75,12 @@ func (r *Reader) Next(p []byte) (data, rest []byte, err error) {
 			continue
 		}
 		b, before := p, len(r.held)
-		if before > 0 {
-			b = append(r.held, p[:min(len(p), maxHeld-before)]...)
+		if before > 0 { // no step has more than an entry of the directory may have
+			b = append(r.held, p[:min(len(p), entrySize+maxText+wideSize-before)]...)
 		}
 		if used := r.step(b); used > 0 { // more than was held, which was too little
 			r.held, p, r.pos = r.held[:0], p[used-before:], r.pos+int64(used)
-		} else if r.m.err == nil { // as much as maxHeld
+		} else if r.m.err == nil { // as much as that
 			r.held, p = append(r.held[:0], b...), p[len(b)-before:]
 		}
 	}
@@ -131,18 +131,18 @@ func (r *Reader) header(b []byte) int {
 		return r.directory(b)
 	}
 	n, extra := int(le.Uint16(b[26:])), int(le.Uint16(b[28:]))
-	used := localSize + n + min(extra, maxWide)
+	used := localSize + n + min(extra, wideSize)
 	if !r.m.must(begin != "\x80\x02\x8a\x0a", unsupported, "a file of torch.save before torch 1.6; load it and torch.save it again") ||
 		!r.m.must(begin == localBegin || r.pos > 0, malformed, "not a file of torch.save: it does not begin as a ZIP archive does") ||
 		!r.m.must(begin == localBegin, malformed, "at byte %d begins neither a record of torch.save nor, after all of them, the directory", r.pos) ||
-		!r.m.must(n <= maxRecordName, malformed, "a record with a name of %d bytes, the limit is %d", n, maxRecordName) || len(b) < used {
+		!r.m.must(n <= maxText, malformed, "a record with a name of %d bytes, the limit is %d", n, maxText) || len(b) < used {
 		return 0
 	}
 	rec := record{name: string(b[localSize : localSize+n]), offset: r.pos, size: 1} // or more, if it is no storage
 	if r.begin(rec.name); r.storage != nil {
 		rec.size = r.storage.size
 	}
-	r.records, r.sum, r.pass = append(r.records, rec), 0, int64(extra-min(extra, maxWide))
+	r.records, r.sum, r.pass = append(r.records, rec), 0, int64(extra-min(extra, wideSize))
 	if r.storage != nil {
 		r.storage.data = r.pos + int64(used) + r.pass
 		r.pass += rec.size
@@ -164,7 +164,7 @@ func (r *Reader) begin(name string) {
 	r.storage, r.step = nil, r.text
 	if r.place < 0 {
 		r.prefix = strings.TrimSuffix(name, order[0])
-		r.m.must(strings.HasSuffix(name, "/"+order[0]), unsupported, "the first record is %.*q, not data.pkl: the file is not one of torch.save", quoted, name)
+		r.m.must(strings.HasSuffix(name, "/"+order[0]), unsupported, "the first record is %.80q, not data.pkl: the file is not one of torch.save", name)
 		r.place, r.step = 0, r.pickle
 		return
 	}
@@ -175,7 +175,7 @@ func (r *Reader) begin(name string) {
 		place, r.step = storageRecord, r.descriptor
 		r.storage = r.m.stores[key]
 	}
-	r.m.must(ours && place >= 0, unsupported, "the record %.*q: torch.save writes none of this name", quoted, name)
+	r.m.must(ours && place >= 0, unsupported, "the record %.80q: torch.save writes none of this name", name)
 	r.m.must(place > r.place || place == r.place && stored, malformed, "the record %q comes twice, or too late", name)
 	r.m.must(place <= storageRecord || r.came == len(r.m.stores), malformed, "the record %q comes before the storage of a tensor", name)
 	if stored && r.m.must(r.storage != nil && !r.storage.came, malformed, "the record %q comes twice, or is no storage of a tensor", name) {
@@ -199,8 +199,8 @@ func (r *Reader) pickle(b []byte) int {
 // text takes a short record and its descriptor.
 func (r *Reader) text(b []byte) int {
 	n := bytes.Index(b, []byte(descriptorBegin))
-	few := n > 0 && n <= maxRecordText || n < 0 && len(b) < maxRecordText+len(descriptorBegin)
-	if !r.m.must(few, malformed, "the record %q has no bytes, or more than %d", r.last().name, maxRecordText) || n < 0 {
+	few := n > 0 && n <= maxText || n < 0 && len(b) < maxText+len(descriptorBegin)
+	if !r.m.must(few, malformed, "the record %q has no bytes, or more than %d", r.last().name, maxText) || n < 0 {
 		return 0
 	}
 	r.m.must(r.place != orderRecord || string(b[:n]) == "little", unsupported, "the byte order is %q; torch.save it on a machine that is little-endian", b[:n])

@@ -37,12 +37,12 @@ func NewParts(tensors []tensorfile.Entry, bare bool) (*Parts, error) {
 		case err != nil:
 			return nil, malformed("%w", err)
 		case seen[t.Name] || !utf8.ValidString(t.Name) || len(t.Name) > maxText:
-			return nil, malformed("the name %.*q is taken, too long or not UTF-8", quoted, t.Name)
-		case size > left || i == maxTensors:
-			return nil, limited("more than %d tensors, or than %d bytes", maxTensors, int64(math.MaxInt64/2))
+			return nil, malformed("the name %.80q is taken, too long or not UTF-8", t.Name)
+		case size > left:
+			return nil, limited("more than %d bytes", int64(math.MaxInt64/2))
 		}
 		seen[t.Name], sizes[i], left = true, size, left-size
-		if !bare && i > 0 && i%atATime == 0 {
+		if !bare && i > 0 && i%(maxStack/8) == 0 {
 			pickle = append(pickle, "u("...)
 		}
 		if !bare {

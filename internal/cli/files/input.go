@@ -364,52 +364,17 @@ func openRaw(file string, raw RawInput, stdin io.Reader) (*Source, error) {
 // pipedSource returns a tensor that is read from r, whose last byte comes only after a check
 // that no more follow: what is read to its end is never the beginning of a longer input.
 func pipedSource(title string, d tensor.Desc, size int64, r io.Reader) (*Source, error) {
-	held := &heldBack{r, size, sync.OnceValue(func() error {
+	whole := sync.OnceValue(func() error {
 		if hasMore(r) {
 			return fail.OfInput(fmt.Errorf("%s has more bytes than %v", title, d))
 		}
 		return nil
-	})}
+	})
+	s := &Source{Input: client.FromReader("", d, tensorfile.HoldBack(r, size, whole)), Title: title}
 	if size == 0 { // it is not read
-		return &Source{Input: client.FromReader("", d, r), Title: title}, held.verdict()
+		return s, whole()
 	}
-	return &Source{Input: client.FromReader("", d, held), Title: title}, nil
-}
-
-// heldBack is the reader of HoldBack.
-type heldBack struct {
-	r       io.Reader
-	left    int64
-	verdict func() error
-}
-
-// HoldBack returns a reader of the first bytes of r. It yields the last one, or EOF if there is
-// none, only after a nil verdict, which is always the same.
-func HoldBack(r io.Reader, bytes int64, verdict func() error) io.Reader {
-	return &heldBack{r, bytes, verdict}
-}
-
-func (h *heldBack) Read(p []byte) (int, error) {
-	if len(p) == 0 {
-		return 0, nil
-	}
-	if h.left > 1 {
-		n, err := h.r.Read(p[:min(int64(len(p)), h.left-1)])
-		h.left -= int64(n)
-		return n, err
-	}
-	n, err := io.ReadFull(h.r, p[:h.left]) // one byte or none
-	if err == nil {
-		h.left = 0
-		err = h.verdict()
-	}
-	if err == nil && n == 0 {
-		err = io.EOF
-	}
-	if err != nil {
-		n = 0
-	}
-	return n, err
+	return s, nil
 }
 
 // hasMore reports whether r has another byte, without a long wait for a pipe that stays open.

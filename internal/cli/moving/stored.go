@@ -20,7 +20,6 @@ import (
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/cli/display"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
-	"github.com/tensorferry/tensorferry/internal/cli/files"
 	"github.com/tensorferry/tensorferry/internal/glob"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -288,7 +287,7 @@ func ReadStored(ctx context.Context, cl *client.Client, s client.Selection, use 
 		}
 		begun = true
 		go func() { // ends with use, which ends with the pipe
-			err := use(d, files.HoldBack(r, size, sync.OnceValue(func() error { return <-verdict })))
+			err := use(d, tensorfile.HoldBack(r, size, sync.OnceValue(func() error { return <-verdict })))
 			_ = r.CloseWithError(errUnread) // it never fails
 			used <- err
 		}()
