@@ -332,13 +332,7 @@ func (g *guest) send(f *flight) {
 	fresh := !g.runs[p.run]
 	h.mu.Unlock()
 	if fresh && err == nil {
-		if m.JSON = p.json; len(p.json) > link.PacketBytes/2 {
-			var b *link.Block
-			if b, err = g.conn.New(run, int64(len(p.json))); err == nil {
-				m.Flags, m.JSON = link.Long, link.AppendRange(nil, b.Range(int64(copy(b.Bytes(), p.json))))
-				g.conn.Own(b)
-			}
-		}
+		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, n) })
 	}
 	if err != nil {
 		g.finished(f, aheadWithin)

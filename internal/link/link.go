@@ -341,6 +341,21 @@ func (c *Conn) Own(b *Block) {
 	}
 }
 
+// Fit returns text as a message has it for JSON, with its flags. What is long becomes the guest's, in a block
+// of room.
+func (c *Conn) Fit(text []byte, room func(n int64) (*Block, error)) (flags uint8, json []byte, err error) {
+	if len(text) <= PacketBytes/2 {
+		return 0, text, nil
+	}
+	b, err := room(int64(len(text)))
+	if err != nil {
+		return 0, nil, err
+	}
+	json = AppendRange(nil, b.Range(int64(copy(b.Bytes(), text))))
+	c.Own(b)
+	return Long, json, nil
+}
+
 // GiveBack is Own, and has the guest told. It never blocks.
 func (c *Conn) GiveBack(b *Block) { c.give(0, b) }
 

@@ -74,11 +74,9 @@ type Announced struct {
 	Range  Range
 }
 
-// Message is one of the types below. The comments of its fields are in docs/link.md.
-type Message interface {
-	head() *Head
-	body(*coder)
-}
+// Message points to one of the types below, whose fields, in their order, are its body. The comments
+// of the fields are in docs/link.md.
+type Message interface{ head() *Head }
 
 // The messages.
 type (
@@ -200,72 +198,7 @@ var kinds = func() map[reflect.Type]uint8 {
 // KindOf returns the number of m's kind.
 func KindOf(m Message) uint8 { return kinds[reflect.TypeOf(m)] }
 
-// What most messages share: a message of a head alone has no body.
 func (h *Head) head() *Head { return h }
-func (*Head) body(*coder)   {}
-
-func (m *Hello) body(c *coder)  { c.json(&m.Head, &m.JSON) }
-func (m *Memory) body(c *coder) { c.u64(&m.Bytes) }
-func (m *Take) body(c *coder)   { c.u64(&m.Bytes); c.u32(&m.Millis) }
-func (m *Give) body(c *coder)   { list(c, &m.Ranges, rangeBytes, c.extent) }
-func (m *Ask) body(c *coder)    { c.u32(&m.Millis); c.json(&m.Head, &m.JSON) }
-func (m *Data) body(c *coder)   { c.u32(&m.Input); c.extent(&m.Range) }
-func (m *Ready) body(c *coder)  { c.json(&m.Head, &m.JSON) }
-func (m *Kept) body(c *coder)   { c.json(&m.Head, &m.JSON) }
-
-func (m *Done) body(c *coder) {
-	c.u16(&m.Code)
-	for i := range m.Timings {
-		c.u64(&m.Timings[i])
-	}
-	list(c, &m.Results, 9+rangeBytes, c.announced)
-	c.json(&m.Head, &m.JSON)
-}
-
-func (m *Call) body(c *coder) {
-	c.u32(&m.Connection)
-	c.u32(&m.Millis)
-	c.text(&m.Model)
-	c.texts(&m.Params)
-	list(c, &m.Inputs, 9+rangeBytes, func(in *Input) {
-		c.text(&in.Port)
-		c.tensor(&in.DType, &in.Shape)
-		c.text(&in.Name)
-		c.texts(&in.Metadata)
-		c.u8(&in.How)
-		c.extent(&in.Range)
-	})
-	list(c, &m.Sinks, 3+rangeBytes, func(s *Sink) {
-		c.text(&s.Port)
-		c.u8(&s.How)
-		c.extent(&s.Range)
-	})
-}
-
-func (m *Result) body(c *coder) { c.announced(&m.Announced) }
-
-func (m *Region) body(c *coder) {
-	c.u32(&m.Result)
-	c.u64(&m.Offset)
-	c.u64(&m.Len)
-	c.extent(&m.Range)
-}
-
-func (m *Run) body(c *coder) {
-	c.u64(&m.Run)
-	c.u64(&m.Row)
-	c.u64(&m.Rows)
-	c.u16(&m.Model)
-	list(c, &m.Inputs, 2+rangeBytes, c.placed)
-	c.json(&m.Head, &m.JSON)
-}
-
-func (m *Answer) body(c *coder) {
-	c.u16(&m.Code)
-	c.u64(&m.Nanos)
-	list(c, &m.Outputs, 2+rangeBytes, c.placed)
-	c.json(&m.Head, &m.JSON)
-}
 
 const (
 	headBytes  = 16
@@ -282,9 +215,10 @@ func Append(b []byte, m Message) ([]byte, error) {
 // encode is Append, and names the memories that m names.
 func encode(b []byte, m Message) (packet []byte, named []uint32, err error) {
 	start := len(b)
-	c := coder{buf: append(b, KindOf(m), m.head().Flags, 0, 0, 0, 0, 0, 0), writing: true}
-	c.u64(&m.head().ID)
-	m.body(&c)
+	h := m.head()
+	c := coder{buf: append(b, KindOf(m), h.Flags, 0, 0, 0, 0, 0, 0), writing: true, flags: h.Flags}
+	c.number(h.ID, 8)
+	c.walk(reflect.ValueOf(m).Elem())
 	n := len(c.buf) - start
 	if n > PacketBytes {
 		c.fail("%d bytes; at most %d fit into a packet", n, PacketBytes)
@@ -312,10 +246,9 @@ func parse(packet []byte) (m Message, long *[]byte, err error) {
 		return nil, nil, fmt.Errorf("%w: there is no kind %d", ErrMessage, packet[0])
 	}
 	m = reflect.New(reflect.TypeOf(kind).Elem()).Interface().(Message)
-	m.head().Flags = packet[1]
-	c := coder{buf: packet[8:]}
-	c.u64(&m.head().ID)
-	m.body(&c)
+	c := coder{buf: packet[8:], flags: packet[1]}
+	*m.head() = Head{packet[1], c.number(0, 8)}
+	c.walk(reflect.ValueOf(m).Elem())
 	if c.err == nil && len(c.buf) > 0 {
 		c.fail("%d bytes too many", len(c.buf))
 	}
@@ -325,11 +258,11 @@ func parse(packet []byte) (m Message, long *[]byte, err error) {
 	return m, c.long, nil
 }
 
-// coder writes or reads the body of a message: each message says once what its body
-// is, for both directions. After the first error it does nothing.
+// coder writes or reads the body of a message. After the first error it does nothing.
 type coder struct {
 	buf     []byte // what is written, or left to read
 	writing bool
+	flags   uint8    // of the message
 	named   []uint32 // memories of the ranges written
 	long    *[]byte  // a range that was read, and is to be JSON
 	err     error
@@ -346,108 +279,104 @@ func (c *coder) fail(format string, args ...any) {
 func (c *coder) take(n int) []byte {
 	if n > len(c.buf) {
 		c.fail("it ends %d bytes too early", n-len(c.buf))
-		return make([]byte, 8) // the longest number
+		return nil
 	}
 	b := c.buf[:n]
 	c.buf = c.buf[n:]
 	return b
 }
 
-func (c *coder) u8(v *uint8)   { number(c, v, 1) }
-func (c *coder) u16(v *uint16) { number(c, v, 2) }
-func (c *coder) u32(v *uint32) { number(c, v, 4) }
-func (c *coder) u64(v *uint64) { number(c, v, 8) }
-
-// number walks over a little-endian number of size bytes.
-func number[T uint8 | uint16 | uint32 | uint64](c *coder, v *T, size int) {
+// number writes a little-endian number of size bytes, or reads one.
+func (c *coder) number(v uint64, size int) uint64 {
 	var b [8]byte
 	if c.writing {
-		binary.LittleEndian.PutUint64(b[:], uint64(*v))
+		binary.LittleEndian.PutUint64(b[:], v)
 		c.buf = append(c.buf, b[:size]...)
-		return
+		return v
 	}
-	copy(b[:], c.take(size)[:size])
-	*v = T(binary.LittleEndian.Uint64(b[:]))
+	copy(b[:], c.take(size))
+	return binary.LittleEndian.Uint64(b[:])
 }
 
-func (c *coder) count(n int) int {
-	if n > math.MaxUint16 {
-		c.fail("%d bytes or entries; at most %d can be said", n, math.MaxUint16)
+// count writes how many bytes or entries follow, n, or reads it.
+func (c *coder) count(n, size int) int {
+	if most := 1<<(8*size) - 1; n > most {
+		c.fail("%d bytes or entries; at most %d can be said", n, most)
 	}
-	v := uint16(n)
-	c.u16(&v)
-	return int(v)
+	return int(c.number(uint64(n), size))
 }
 
-func (c *coder) text(s *string) {
-	n := c.count(len(*s))
-	if c.writing {
-		c.buf = append(c.buf, *s...)
-		return
-	}
-	if n > len(c.buf) {
-		c.fail("a text of %d bytes ends too early", n)
-		return
-	}
-	if *s = string(c.take(n)); !utf8.ValidString(*s) {
-		c.fail("a text is not UTF-8")
-	}
-}
-
-func (c *coder) texts(pairs *[][2]string) {
-	list(c, pairs, 4, func(p *[2]string) { c.text(&p[0]); c.text(&p[1]) })
-}
-
-func (c *coder) extent(r *Range) {
-	if c.writing && r.Memory != 0 {
-		c.named = append(c.named, r.Memory)
-	}
-	c.u32(&r.Memory)
-	c.u64(&r.Off)
-	c.u64(&r.Len)
-}
-
-func (c *coder) tensor(dtype *uint8, shape *[]int64) {
-	c.u8(dtype)
-	rank := uint8(len(*shape))
-	if c.writing && len(*shape) > math.MaxUint8 {
-		c.fail("%d dimensions", len(*shape))
-	}
-	if c.u8(&rank); !c.writing {
-		if int(rank)*8 > len(c.buf) {
-			c.fail("%d dimensions end too early", rank)
+// walk writes or reads v: a struct's fields, a list's entries behind their count, or one of these.
+func (c *coder) walk(v reflect.Value) {
+	switch v.Kind() {
+	case reflect.Struct:
+		if v.Type() == reflect.TypeFor[Head]() {
+			return // it comes before
+		}
+		if r, ok := v.Addr().Interface().(*Range); ok && c.writing && r.Memory != 0 {
+			c.named = append(c.named, r.Memory)
+		}
+		for i := range v.NumField() {
+			c.walk(v.Field(i))
+		}
+	case reflect.Array:
+		for i := range v.Len() {
+			c.walk(v.Index(i))
+		}
+	case reflect.String:
+		n := c.count(v.Len(), 2)
+		if c.writing {
+			c.buf = append(c.buf, v.String()...)
 			return
 		}
-		*shape = make([]int64, rank)
-	}
-	for i := range *shape {
-		v := uint64((*shape)[i])
-		if c.u64(&v); v > math.MaxInt64 {
-			c.fail("a dimension of %d", v)
-			return
+		if v.SetString(string(c.take(n))); !utf8.ValidString(v.String()) {
+			c.fail("a text is not UTF-8")
 		}
-		(*shape)[i] = int64(v)
+	case reflect.Slice:
+		c.list(v)
+	case reflect.Int64: // a dimension
+		n := c.number(uint64(v.Int()), 8)
+		if n > math.MaxInt64 {
+			c.fail("a dimension of %d", n)
+		}
+		v.SetInt(int64(n))
+	default:
+		if n := c.number(v.Uint(), int(v.Type().Size())); !c.writing {
+			v.SetUint(n)
+		}
 	}
 }
 
-func (c *coder) announced(a *Announced) {
-	c.u32(&a.Result)
-	c.text(&a.Name)
-	c.tensor(&a.DType, &a.Shape)
-	c.u8(&a.How)
-	c.extent(&a.Range)
+// list is walk of a slice. Bytes are JSON, to the end of the message, and of dimensions are few.
+func (c *coder) list(v reflect.Value) {
+	size := 2
+	switch v.Type().Elem().Kind() {
+	case reflect.Uint8:
+		c.json(v.Addr().Interface().(*[]byte))
+		return
+	case reflect.Int64:
+		size = 1
+	}
+	n := c.count(v.Len(), size)
+	for i := 0; i < n && c.err == nil; i++ {
+		if !c.writing {
+			if i == v.Cap() { // some at a time: there may be fewer than is said
+				v.Grow(min(n-i, 16))
+			}
+			v.SetLen(i + 1)
+		}
+		c.walk(v.Index(i))
+	}
 }
 
-func (c *coder) placed(t *Tensor) { c.tensor(&t.DType, &t.Shape); c.extent(&t.Range) }
-
-// json is all that is left of a message, or where the head says Long, one range.
-func (c *coder) json(h *Head, b *[]byte) {
+// json is all that is left of a message, or where its head says Long, one range.
+func (c *coder) json(b *[]byte) {
 	if c.writing {
 		c.buf = append(c.buf, *b...)
 	} else {
 		*b = append([]byte(nil), c.take(len(c.buf))...)
 	}
-	if h.Flags&Long != 0 {
+	if c.flags&Long != 0 {
 		if len(*b) != rangeBytes {
 			c.fail("json is no range")
 			return
@@ -458,34 +387,16 @@ func (c *coder) json(h *Head, b *[]byte) {
 	}
 }
 
-// list walks over a list, each entry of which is of as many bytes or more.
-func list[T any](c *coder, all *[]T, least int, each func(*T)) {
-	n := c.count(len(*all))
-	if !c.writing {
-		if n*least > len(c.buf) {
-			c.fail("%d entries end too early", n)
-			return
-		}
-		*all = make([]T, n)
-	}
-	for i := range *all {
-		if c.err != nil {
-			return
-		}
-		each(&(*all)[i])
-	}
-}
-
 // LongRange borrows the JSON of a message with flag Long, and returns the range in it.
 func LongRange(b []byte) (r Range) {
 	c := coder{buf: b}
-	c.extent(&r)
+	c.walk(reflect.ValueOf(&r).Elem())
 	return r
 }
 
 // AppendRange appends r to b, which it borrows, as it stands in a message with flag Long.
 func AppendRange(b []byte, r Range) []byte {
 	c := coder{buf: b, writing: true}
-	c.extent(&r)
+	c.walk(reflect.ValueOf(&r).Elem())
 	return c.buf
 }

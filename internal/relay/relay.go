@@ -204,36 +204,33 @@ func (o *op) run(millis uint32, work func() (answer []byte, err error)) func() {
 // done ends an op for the guest. An error of sending is that of receive too.
 func (o *op) done(answer []byte, err error) {
 	t := o.timings
-	m := &link.Done{Head: link.Head{ID: o.id}, Results: o.rest, JSON: answer}
+	m := &link.Done{Head: link.Head{ID: o.id}, Results: o.rest}
 	for i, d := range []time.Duration{t.Receive, t.Queue, t.H2D, t.Compute, t.D2H, t.FirstResult, t.Total} {
 		m.Timings[i] = uint64(max(0, d))
 	}
-	fail := func(err error) {
+	if err == nil {
+		m.Flags, m.JSON, err = o.conn.Fit(answer, o.room)
+	}
+	if err != nil {
 		f := o.cfg.Explain(err)
 		text, bad := json.Marshal(f)
 		if bad != nil {
 			panic(bad) // texts and a number marshal
 		}
-		m.Code, m.JSON = f.Code, text
-	}
-	if err != nil {
-		fail(err)
-	}
-	if len(m.JSON) > longJSON {
-		b, bad := o.conn.TryNew(int64(len(m.JSON)))
-		if b == nil && bad == nil { // what the guest owns must not keep it from the end of an op
-			ctx, stop := context.WithTimeout(o.relay.ctx, pieceWait)
-			b, bad = o.conn.NewOf(ctx, o.pieces, int64(len(m.JSON)))
-			stop()
-		}
-		if bad != nil {
-			fail(bad)
-		} else {
-			m.Flags, m.JSON = link.Long, link.AppendRange(nil, b.Range(int64(copy(b.Bytes(), m.JSON))))
-			o.conn.Own(b)
-		}
+		m.Code = f.Code
+		m.Flags, m.JSON, _ = o.conn.Fit(text, o.room) // the code says the most
 	}
 	_ = o.conn.Send(m)
+}
+
+// room returns a block for an answer. What the guest owns must not keep it from the end of an op.
+func (o *op) room(n int64) (*link.Block, error) {
+	if b, err := o.conn.TryNew(n); b != nil || err != nil {
+		return b, err
+	}
+	ctx, stop := context.WithTimeout(o.relay.ctx, pieceWait)
+	defer stop()
+	return o.conn.NewOf(ctx, o.pieces, n)
 }
 
 // request is the JSON of an ask. Each verb has its own fields of it.
