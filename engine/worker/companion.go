@@ -104,7 +104,7 @@ var errTurn = fmt.Errorf("%w: the call before it in its order did not come, or a
 // orderOf reads the param "order"; a text without a number has no order.
 func orderOf(text string) (series string, n uint64, err error) {
 	series, number, _ := strings.Cut(text, ".")
-	if n, err = strconv.ParseUint(number, 10, 64); err != nil || series == "" || len(series) > seriesBytes {
+	if n, err = strconv.ParseUint(number, 10, 64); err != nil || series == "" {
 		return "", 0, fmt.Errorf("%w: order=%q: use SERIES.N", engine.ErrParam, text)
 	}
 	return series, n, nil

@@ -274,7 +274,7 @@ func TestCallsOfASeriesRunInTheirOrder(t *testing.T) {
 	waiting(0)
 	tr.host.cfg.turn = turnWait
 
-	for _, bad := range []string{"1", "a.-1", ".1", "a.", "a.x", string(make([]byte, 65)) + ".1"} {
+	for _, bad := range []string{"1", "a.-1", ".1", "a.", "a.x"} {
 		require.ErrorIs(t, <-order(bad), engine.ErrParam, "%q", bad)
 	}
 	stuck = order("f.1")

@@ -33,13 +33,13 @@ type guest struct {
 
 	// Guarded by the host's mu.
 	queue blocks.Queue    // only it may compute these
-	begun []*blocks.Work  // what it may touch: that which it computes, or answered last
 	runs  map[uint64]bool // it knows
 	tells []link.Message  // it is to be sent: runs and sessions that have ended
 	gone  bool            // the link has ended
 	left  error           // it has left the host, and why
 
 	flight []*flight     // the blocks that it computes, the oldest first
+	passed *blocks.Work  // was computed, and its results are not passed on
 	took   time.Duration // computing the last one
 	watch  *blocks.Watch // for the answer to the oldest, or that it reads what it is sent
 }
@@ -115,14 +115,13 @@ func (g *guest) killGroup() {
 // talk greets the guest and reads what it says, until it ends (nil) or breaks the protocol.
 func (g *guest) talk() (err error) {
 	h := g.process.host
-	working := false
 	defer func() {
 		h.mu.Lock()
 		g.gone = true
 		h.more.Broadcast()
 		g.watch.Clear()
 		h.mu.Unlock()
-		if !working {
+		if g.info == nil {
 			close(g.idle)
 		}
 		if errors.Is(err, io.EOF) {
@@ -142,20 +141,17 @@ func (g *guest) talk() (err error) {
 		}
 		switch m := m.(type) {
 		case *link.Ready:
-			if working {
+			if g.info != nil {
 				return errors.New("it said twice that it is ready")
 			}
 			late.Stop()
 			info, err := parseInfo(h.cfg.Name, m.JSON)
+			if err == nil {
+				err = h.join(g, info)
+			}
 			if err != nil {
 				return err
 			}
-			g.info = info
-			if err := h.join(g); err != nil {
-				g.info = nil
-				return err
-			}
-			working = true
 			go g.work() // ends when the link does; idle says so
 			g.process.reportStart(nil)
 		case *link.Answer:
@@ -201,7 +197,7 @@ func (g *guest) work() {
 		case f != nil:
 			r, err := h.accept(g, f.work, f.answer)
 			if err != nil {
-				g.stop(err) // the block stays among what it may touch
+				g.stop(err) // the block is computed until the guest has left
 				return
 			}
 			g.finished(f, r.times.Compute)
@@ -215,15 +211,17 @@ func (g *guest) work() {
 	}
 }
 
-// finished notes that the guest has computed a block. The next one, which it has already, is due as if
-// it began only now.
-func (g *guest) finished(f *flight, took time.Duration) {
+// finished notes that the guest has computed a block, or does not. The next one, which it has already, is due
+// as if it began only now. It reports whether the block has not ended with the guest.
+func (g *guest) finished(f *flight, took time.Duration) bool {
 	h := g.process.host
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	oldest := g.flight[0] == f
 	g.flight = slices.DeleteFunc(g.flight, func(other *flight) bool { return other == f })
-	g.took = took
+	if g.took = took; f.answer != nil {
+		g.passed = f.work
+	}
 	switch {
 	case len(g.flight) == 0:
 		g.watch.Clear()
@@ -233,27 +231,24 @@ func (g *guest) finished(f *flight, took time.Duration) {
 	case !f.unasked: // else those of a run share the time
 		g.watch.Set(h.cfg.obey)
 	}
+	return g.left == nil
 }
 
 // pass passes results on.
 func (g *guest) pass(w *blocks.Work, r result) {
 	h := g.process.host
 	h.mu.Lock()
-	at := slices.Index(g.begun, w)
-	if at >= 0 {
-		g.begun = slices.Delete(g.begun, at, at+1)
-	}
+	g.passed = nil
+	left := g.left != nil
 	h.mu.Unlock()
-	if at < 0 { // the guest has left, and w failed with it
-		r.release()
-		return
-	}
-	if r.err == nil {
+	if !left && r.err == nil {
 		w.Give(r.outs, r.release)
 	} else {
 		r.release()
 	}
-	w.Done(r.err, r.times)
+	if !left { // else w failed with it
+		w.Done(r.err, r.times)
+	}
 }
 
 // next returns a block that was answered, or takes the next one for the guest. It returns nil
@@ -315,7 +310,6 @@ func (g *guest) next(wait bool) *flight {
 			p.owner = g
 			h.lines[0].Take(w.Context(), &g.queue)
 		}
-		g.begun = append(g.begun, w)
 		f := &flight{id: h.blockIDs.Add(1), work: w}
 		g.flight = append(g.flight, f)
 		return f
@@ -335,8 +329,9 @@ func (g *guest) send(f *flight) {
 		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, n) })
 	}
 	if err != nil {
-		g.finished(f, aheadWithin)
-		g.pass(f.work, result{err: err, release: func() {}})
+		if g.finished(f, aheadWithin) {
+			f.work.Done(err, blocks.Times{})
+		}
 		return
 	}
 	h.mu.Lock()

@@ -31,7 +31,7 @@ func parseInfo(name string, text []byte) (*info, error) {
 		return nil, fmt.Errorf("its description is not JSON: %w", err)
 	}
 	if i.Error != "" {
-		return nil, fmt.Errorf("it did not load: %s", clean(i.Error))
+		return nil, fmt.Errorf("it did not load: %s", cut(clean(i.Error), traceBytes))
 	}
 	for j := range i.Companions {
 		c := &i.Companions[j]

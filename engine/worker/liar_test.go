@@ -295,16 +295,20 @@ func TestABlockIsAnsweredOnce(t *testing.T) {
 // The next number is easy to guess: between next and send, work reads without a lock whether there is an answer.
 func TestABlockIsNotAnsweredBeforeTheWorkerIsToldOfIt(t *testing.T) {
 	testkit.Start(t)
-	h, g := liar(t, Config{}, aheadReady, func(*linktest.Guest, *link.Run) bool { return true })
+	h, runs, answer, _, done := ahead(t, Config{}, aheadReady, time.Millisecond)
+	flying(t, h, 3)
+	var early *flight
 	h.mu.Lock()
-	var of *guest
-	for of = range h.guests {
-		of.flight = append(of.flight, &flight{id: 1 << 40})
+	for g := range h.guests {
+		early = g.flight[2]
+		early.begun = false // as if it were on its way
 	}
 	h.mu.Unlock()
-	g.Send(&link.Answer{Head: link.Head{ID: 1 << 40}})
+	_, _ = <-runs, <-runs
+	answer(<-runs)
+	require.ErrorIs(t, <-done, engine.ErrUnavailable)
 	<-h.Ended()
-	require.Nil(t, of.flight[0].answer)
+	require.Nil(t, early.answer)
 }
 
 // Of several blocks only the oldest is due: the time of the next begins with its answer.

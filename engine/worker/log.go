@@ -18,27 +18,20 @@ func (p *process) logLine(line string) {
 		call = g.flight[0].work.Program.(*program).call
 	}
 	p.host.mu.Unlock()
-	if !p.allow() {
+	if !p.lines.Allow() {
+		p.dropped++
 		return
 	}
-	if n := p.dropped.Swap(0); n > 0 {
-		p.log.Warn("worker said more than is logged", slog.Int64("lines", n))
+	if p.dropped > 0 {
+		p.log.Warn("worker said more than is logged", slog.Int64("lines", p.dropped))
+		p.dropped = 0
 	}
 	p.log.Info("worker says", slog.String("line", line), slog.String("call", call))
 }
 
-// allow reports whether one line more is logged.
-func (p *process) allow() bool {
-	ok := p.lines.Allow()
-	if !ok {
-		p.dropped.Add(1)
-	}
-	return ok
-}
-
-// clean makes text of a guest one line of bounded length.
+// clean makes text of a guest one line.
 func clean(text string) string {
-	return strings.TrimSpace(cut(strings.Map(func(r rune) rune {
+	return strings.TrimSpace(strings.Map(func(r rune) rune {
 		switch {
 		case unicode.IsSpace(r):
 			return ' '
@@ -46,7 +39,7 @@ func clean(text string) string {
 			return -1
 		}
 		return r
-	}, strings.ToValidUTF8(text, "?")), lineBytes))
+	}, strings.ToValidUTF8(text, "?")))
 }
 
 // cut returns the beginning of text, tail its end.

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
-	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -25,7 +24,7 @@ type process struct {
 	first chan<- error // nil or what went wrong, when the first life is ready or over; then nil
 
 	lines   *rate.Limiter // of the log
-	dropped atomic.Int64  // lines that were not logged since that was said last
+	dropped int64         // lines that were not logged since that was said last
 
 	// Guarded by the host's mu, as first is.
 	guest *guest // the life it is in
@@ -87,10 +86,10 @@ func (p *process) live() error {
 	if err != nil {
 		return err
 	}
-	out, said := &proc.Log{Each: p.logLine}, &proc.Log{Each: p.logLine}
+	said := &proc.Log{Each: p.logLine}
 	cmd := exec.Command(h.cfg.Command[0], h.cfg.Command[1:]...)
 	cmd.Env = append(append(os.Environ(), h.cfg.threads(os.LookupEnv)...), h.cfg.Env...)
-	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr, cmd.WaitDelay = []*os.File{theirs}, out, said, drainWait
+	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr, cmd.WaitDelay = []*os.File{theirs}, said, said, drainWait
 	detach(cmd)
 	err = cmd.Start()
 	_ = theirs.Close() // the process has a copy
@@ -116,7 +115,6 @@ func (p *process) live() error {
 	g.killGroup()
 	failed := cmd.Wait()
 	close(exited)
-	out.Close()
 	said.Close()
 	// Its children may have the socket, and so the memory, for a moment.
 	late := time.AfterFunc(drainWait, g.conn.Close)

@@ -193,11 +193,11 @@ func (p *program) tensor(rows int64, out link.Tensor, data []byte) (tensor.Tenso
 		return tensor.Tensor{}, err
 	}
 	if n > int64(len(data)) {
-		return tensor.Tensor{}, resultError(fmt.Sprintf("a result of %d bytes lies in %d", n, len(data)))
+		return tensor.Tensor{}, fmt.Errorf("a result of %d bytes lies in %d", n, len(data))
 	}
 	if p.info.Rows != 0 {
 		if len(out.Shape) == 0 || out.Shape[0] != rows {
-			return tensor.Tensor{}, resultError(fmt.Sprintf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows))
+			return tensor.Tensor{}, fmt.Errorf("a result is %v; the first dimension of a block of %d rows is to be that", d, rows)
 		}
 		d.Shape = append(p.lead.Clone(), out.Shape[1:]...)
 	}
@@ -206,6 +206,9 @@ func (p *program) tensor(rows int64, out link.Tensor, data []byte) (tensor.Tenso
 	}
 	return tensor.Tensor{Desc: d, Data: data[:n:n]}, nil
 }
+
+// refusals are the codes of an answer that do not stand for a failure of the model.
+var refusals = map[uint16]error{link.Exhausted: slab.ErrMemory, link.Invalid: engine.ErrParam, link.Precondition: engine.ErrPrecondition}
 
 // failure is why a block failed: what the guest makes public, its caller reads.
 func failure(a *link.Answer) error {
@@ -218,13 +221,8 @@ func failure(a *link.Answer) error {
 		return errors.New("it failed, and says why in what is no json")
 	}
 	message := cut(clean(f.Message), textBytes)
-	switch a.Code {
-	case link.Exhausted:
-		return fmt.Errorf("%w: %s", slab.ErrMemory, message)
-	case link.Invalid:
-		return fmt.Errorf("%w: %s", engine.ErrParam, message)
-	case link.Precondition:
-		return fmt.Errorf("%w: %s", engine.ErrPrecondition, message)
+	if known := refusals[a.Code]; known != nil {
+		return fmt.Errorf("%w: %s", known, message)
 	}
 	told := errors.New(message)
 	if f.Public {
@@ -260,9 +258,3 @@ func (e *raisedError) Trace() (place, trace string) {
 	}
 	return place, e.trace
 }
-
-// resultError is a result that is not what it should be.
-type resultError string
-
-// Error returns what is wrong.
-func (e resultError) Error() string { return string(e) }

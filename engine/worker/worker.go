@@ -284,20 +284,21 @@ func (h *Host) Cancel(run context.Context) {
 }
 
 // join takes in a guest that is ready.
-func (h *Host) join(g *guest) error {
+func (h *Host) join(g *guest, i *info) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if h.closed {
 		return engine.ErrClosed
 	}
 	if h.info == nil {
-		h.info = g.info
-	} else if !reflect.DeepEqual(h.info, g.info) {
+		h.info = i
+	} else if !reflect.DeepEqual(h.info, i) {
 		return errors.New("its ports, rows or parameters are not those that the model had before")
 	}
-	if len(g.info.Companions) > 0 { // what it keeps is worth more than the time
+	if len(i.Companions) > 0 { // what it keeps is worth more than the time
 		h.cfg.obey, h.cfg.end = h.cfg.block, saveWait
 	}
+	g.info = i
 	h.guests[g] = struct{}{}
 	for n, e := range h.engines {
 		if e.Back() && n == 0 {
@@ -315,10 +316,13 @@ func (h *Host) leave(g *guest, cause error) {
 	delete(h.guests, g)
 	g.left = cause
 	over := g.queue
-	for _, w := range g.begun {
-		over.Push(w)
+	for _, f := range g.flight {
+		over.Push(f.work)
 	}
-	g.queue, g.begun = blocks.Queue{}, nil
+	if g.passed != nil {
+		over.Push(g.passed)
+	}
+	g.queue = blocks.Queue{}
 	h.mu.Unlock()
 	over.End(cause)
 	h.mu.Lock()
