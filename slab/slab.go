@@ -238,15 +238,15 @@ func PagesOf(n int64) int64 {
 // small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above.
 func sizeClass[T int | int64](n T) T {
 	switch {
-	case n <= 64*kib:
+	case n <= 64<<10:
 		return pages(n)
 	case n <= hugePage:
-		return roundUp(n, 64*kib)
+		return roundUp(n, 64<<10)
 	default:
 		return roundUp(n, hugePage)
 	}
 }
 
-func pages[T int | int64](n T) T { return max(roundUp(n, 4*kib), 4*kib) }
+func pages[T int | int64](n T) T { return max(roundUp(n, 4<<10), 4<<10) }
 
 func roundUp[T int | int64](n, unit T) T { return (n + unit - 1) / unit * unit }

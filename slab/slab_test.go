@@ -15,7 +15,10 @@ import (
 	"github.com/tensorferry/tensorferry/internal/invariants"
 )
 
-const mib = 1 << 20
+const (
+	kib = 1 << 10
+	mib = 1 << 20
+)
 
 func TestSizeClassHoldsWhatWasAskedAndIsItsOwnClass(t *testing.T) {
 	for n, want := range map[int]int{

@@ -57,7 +57,7 @@ type Config struct {
 	// Spill, if it is set, is where results go that wait for their taker while others
 	// wait for Budget: ordinary memory, where that of the pool is scarce.
 	Spill *Spill
-	// CloseWait is how long a run that is closed waits for its blocks and results. Zero means 5 s.
+	// CloseWait is how long a run that is closed waits for its blocks and results. Zero means CloseWait.
 	CloseWait time.Duration
 	// Gauges, if it is set, is what there is to measure, for all models: as engine.Gauger.
 	Gauges func() []engine.Gauge
@@ -92,7 +92,7 @@ type Engine struct {
 
 // New returns an engine. It starts nothing; what it consists of stays the caller's.
 func New(c Config) *Engine {
-	c.CloseWait = cmp.Or(c.CloseWait, closeWait)
+	c.CloseWait = cmp.Or(c.CloseWait, CloseWait)
 	e := &Engine{cfg: c, runs: make(map[*run]struct{}), watchers: make(map[*func(error)]struct{})}
 	if c.Spill != nil {
 		c.Budget.Reclaim(e.spare)

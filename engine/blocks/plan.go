@@ -81,7 +81,9 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	}
 	rows = p.rows
 
-	switch bound := max(1, blockBytes/max(widest, 1)); {
+	// Of rows that nobody chose, a block has about what a core's second-level cache holds, and of
+	// chunks of the default size one is a block.
+	switch bound := max(1, engine.ChunkBytes/max(widest, 1)); {
 	case info.BlockRows > 0:
 		p.blockRows = info.BlockRows
 	case widest == 0:
@@ -234,7 +236,8 @@ func slabBytes(n int64) int64 {
 	return slab.SizeOf(n)
 }
 
-func align(n int64) int64 { return add(n, alignBytes-1) &^ (alignBytes - 1) }
+// align rounds up to a cache line, where a port starts in a slot: that is right for any element type.
+func align(n int64) int64 { return add(n, 63) &^ 63 }
 
 func add(a, b int64) int64 {
 	if a > math.MaxInt64-b {

@@ -8,6 +8,8 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
+const mib = 1 << 20
+
 func planOf(t *testing.T, info engine.Info, in tensor.Desc, chunk int64, b Bound) plan {
 	t.Helper()
 	c := engine.Call{Inputs: []engine.Input{{Port: "x", Desc: in, ChunkBytes: chunk}}}

@@ -469,7 +469,7 @@ func TestCloseDoesNotWaitForEverForWhatIsNotGivenBack(t *testing.T) {
 				late := func(r *run, slabs int64) (err error) {
 					t.Helper()
 					begin := time.Now()
-					if err = r.Close(); time.Since(begin) != closeWait {
+					if err = r.Close(); time.Since(begin) != CloseWait {
 						t.Errorf("Close returned after %v", time.Since(begin))
 					}
 					if used, _, _ := h.Budget().Used(); used != slabs*4096 {

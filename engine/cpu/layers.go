@@ -64,8 +64,8 @@ func linear(s *stack.Step) kernel {
 			for left := 0; left < out; left += panelWidth {
 				n := min(panelWidth, out-left)
 				panel := panels[left*in:][:n*in]
-				for top := 0; top < in && !t.rest(ctx); top += panelDepth {
-					k := min(panelDepth, in-top)
+				for top := 0; top < in && !t.rest(ctx); top += tileRows {
+					k := min(tileRows, in-top)
 					gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, rows, n, k,
 						1, x[top:], in, panel[top*n:], n, 1, y[left:], out)
 				}

@@ -14,20 +14,15 @@ const (
 	// turnTime is how long a block is computed until it rests: several times
 	// what a small call takes, and a hundred times what a change of turns does.
 	turnTime = 2 * time.Millisecond
-	// quietTime is how long after a block of others long blocks leave a core to the next: whoever
-	// makes a call a second finds it idle.
-	quietTime = time.Second
 	// longPerWorker is how many blocks may be long, for each worker, of those whose tiles no call
 	// is charged for: a tile has 64 rows of a few widths, about a megabyte.
 	longPerWorker = 8
 
-	// tileRows is the height of the tiles that a stack model works through. With
-	// panelWidth columns it stays below four of gonum's 64 × 64 blocks, from
+	// tileRows is the height of the tiles that a stack model works through, and how many rows
+	// of a panel are multiplied at a time: 48 KiB of weights, which stay in the first-level
+	// cache while a tile's rows pass. With panelWidth columns a tile stays below four of gonum's 64 × 64 blocks, from
 	// where gonum would start goroutines of its own.
 	tileRows = 64
 	// panelWidth is how many columns of a weight are multiplied at a time.
 	panelWidth = 192
-	// panelDepth is how many rows of a panel are: 48 KiB of weights, which stay in the
-	// first-level cache while a tile's rows pass.
-	panelDepth = 64
 )

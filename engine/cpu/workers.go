@@ -354,7 +354,7 @@ func (s *seat) rest(charged bool, ended <-chan struct{}) {
 // turns lets long blocks go on, first come, first served; mu is held.
 func (p *workers) turns() {
 	most := p.n
-	if time.Since(p.brief) < quietTime {
+	if time.Since(p.brief) < blockTime { // whoever makes a call a second finds a core idle
 		most = max(1, most-1)
 	}
 	for len(p.resting) > 0 && p.long-len(p.resting) < most {

@@ -40,15 +40,14 @@ type Config struct {
 	// Log hears what becomes of the device; nil means slog.Default().
 	Log *slog.Logger
 
-	closing time.Duration // closeWait, but in tests
+	closing time.Duration // blocks.CloseWait, but in tests
 }
 
 func (c *Config) setDefaults() {
-	c.Library = cmp.Or(c.Library, defaultLibrary)
-	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), defaultPinned)
+	c.PinnedBytes = cmp.Or(max(c.PinnedBytes, 0), blocks.DefaultMemory)
 	c.Hang = cmp.Or(max(c.Hang, 0), hangWait)
 	c.Log = cmp.Or(c.Log, slog.Default())
-	c.closing = cmp.Or(c.closing, closeWait)
+	c.closing = cmp.Or(c.closing, blocks.CloseWait)
 	if c.Lost == nil {
 		c.Lost = func() {}
 	}

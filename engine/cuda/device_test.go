@@ -120,9 +120,13 @@ func TestFreedMemoryStaysMappedWhileAContextMayTouchIt(t *testing.T) {
 
 func TestTheDriverIsLookedForInTwoPlaces(t *testing.T) {
 	path, _ := library(t)
-	_, _, _, err := openDriver(slog.Default(), "/no/such/library", path)
+	standard := libraries
+	t.Cleanup(func() { libraries = standard })
+	libraries = []string{"/no/such/library", path}
+	_, _, _, err := openDriver(Config{Log: slog.Default()})
 	require.NoError(t, err)
-	_, _, _, err = openDriver(slog.Default(), "/no/such/library", "/nor/such")
+	libraries[1] = "/nor/such"
+	_, _, _, err = openDriver(Config{Log: slog.Default()})
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 	require.ErrorContains(t, err, "/no/such/library")
 }

@@ -59,11 +59,19 @@ func bounded[T any](hang time.Duration, open func() (T, error), undo func(T)) (T
 	}
 }
 
+// libraries are where the driver is looked for: what NVIDIA's installs, and where container runtimes
+// mount it that do not tell the linker.
+var libraries = []string{"libcuda.so.1", "/usr/local/nvidia/lib64/libcuda.so.1"}
+
 // openDriver opens the first library that there is, and counts devices. Errors wrap
 // engine.ErrUnavailable, and say why the first library is not.
-func openDriver(log *slog.Logger, libraries ...string) (d *driver, devices, version int, err error) {
-	for _, library := range libraries {
-		d, bad := openLibrary(library, log)
+func openDriver(c Config) (d *driver, devices, version int, err error) {
+	all := libraries
+	if c.Library != "" {
+		all = []string{c.Library}
+	}
+	for _, library := range all {
+		d, bad := openLibrary(library, c.Log)
 		if bad == nil {
 			devices, version, err = d.count()
 			return d, devices, version, err
@@ -71,14 +79,6 @@ func openDriver(log *slog.Logger, libraries ...string) (d *driver, devices, vers
 		err = cmp.Or(err, bad)
 	}
 	return nil, 0, 0, err
-}
-
-// libraries are where the driver is looked for.
-func (c *Config) libraries() []string {
-	if c.Library == defaultLibrary {
-		return []string{defaultLibrary, mountedLibrary}
-	}
-	return []string{c.Library}
 }
 
 func openLibrary(library string, log *slog.Logger) (*driver, error) {
@@ -94,7 +94,7 @@ func openLibrary(library string, log *slog.Logger) (*driver, error) {
 	defer C.free(unsafe.Pointer(why))
 	if d.c = C.tf_open(name, why, textBytes); d.c == nil {
 		text := C.GoString(why)
-		if library == defaultLibrary && strings.Contains(text, "cannot open shared object file: No such file") {
+		if library == libraries[0] && strings.Contains(text, "cannot open shared object file: No such file") {
 			text = library + " is not installed here"
 		}
 		return nil, fmt.Errorf("%w: no NVIDIA driver: %s", engine.ErrUnavailable, text)
@@ -149,7 +149,7 @@ func (d *driver) describe(i, version int) (Device, error) {
 func Devices(c Config) ([]Device, error) {
 	c.setDefaults()
 	return bounded(c.Hang, func() ([]Device, error) {
-		d, n, version, err := openDriver(c.Log, c.libraries()...)
+		d, n, version, err := openDriver(c)
 		if err != nil {
 			return nil, err
 		}

@@ -21,7 +21,7 @@ func Open(c Config) (*Host, error) {
 }
 
 func open(c Config) (*Host, error) {
-	d, n, version, err := openDriver(c.Log, c.libraries()...)
+	d, n, version, err := openDriver(c)
 	if err != nil {
 		return nil, err
 	}

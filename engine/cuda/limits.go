@@ -3,12 +3,6 @@ package cuda
 import "time"
 
 const (
-	// defaultLibrary is what NVIDIA's driver installs.
-	defaultLibrary = "libcuda.so.1"
-	// mountedLibrary is where container runtimes mount it that do not tell the linker.
-	mountedLibrary = "/usr/local/nvidia/lib64/libcuda.so.1"
-	// defaultPinned is enough for sixteen runs at full depth.
-	defaultPinned = 256 << 20
 	// lanes is how many blocks are on a device at a time: one coming in, one being
 	// computed, one going out, and as many as come in until the host is awake and has
 	// said that one is done. An H200 moved 16 GB/s each way with 4 of 1 MiB, 36 with 8,
@@ -27,14 +21,10 @@ const (
 	// openHangs is how many times hangWait a device has to open: a driver starts every GPU
 	// of the machine before it answers, which takes seconds each.
 	openHangs = 4
-	// closeWait is how long Close, and a run that is closed, waits for blocks that are on the device.
-	closeWait = 5 * time.Second
 	// textBytes has room for what the driver's compiler says of a faulty image.
 	textBytes = 4 << 10
 	// pieceBytes is how much memory is locked at a time: 16 MiB took 1 to 2.7 ms on an H200,
 	// 1 MiB 0.3. Pieces are cut into granules, the pages of most systems.
 	pieceBytes = 16 << 20
 	granule    = 4 << 10
-	// uploadBytes is how much of a weight is copied to the device at a time.
-	uploadBytes = 4 << 20
 )

@@ -35,14 +35,14 @@ func (w *weights) upload(v *device) error {
 	if err := v.roomy(func() error { return v.failed(C.tf_alloc(v.c, &w.at, C.size_t(w.bytes()))) }); err != nil {
 		return fmt.Errorf("%d bytes of device memory for weights: %w", w.bytes(), err)
 	}
-	stage, err := v.pinned.Alloc(uploadBytes)
+	stage, err := v.pinned.Alloc(pieceBytes / 4)
 	if err != nil {
 		return err
 	}
 	defer v.pinned.Free(stage)
 	f, _ := stack.FloatOf(w.as)
 	at := 0
-	for piece := range slices.Chunk(w.data, uploadBytes/f.Bytes) {
+	for piece := range slices.Chunk(w.data, len(stage)/f.Bytes) {
 		n := f.Bytes * len(piece)
 		f.Store(stage, piece)
 		if err := v.failed(C.tf_upload(v.c, w.at+C.CUdeviceptr(at), pointer(stage), C.size_t(n))); err != nil {

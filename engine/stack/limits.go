@@ -3,8 +3,6 @@ package stack
 const (
 	// maxWidth bounds a layer's width: a tile of 64 rows of that width is 64 MiB.
 	maxWidth = 1 << 18
-	// maxLayers bounds a stack model: ten times the layers of the deepest networks in use.
-	maxLayers = 4096
 	// maxResiduals bounds how deep residuals may nest; each costs a tile per worker.
 	maxResiduals = 16
 	// maxPositions bounds an item: attention over 8192 positions of width 1024 takes a core about 15 s

@@ -132,7 +132,7 @@ func (g *guest) talk() (err error) {
 	if _, err := link.Greet(g.socket, helloWait, own, func(int64) int64 { return h.cfg.MemoryBytes }); err != nil {
 		return err
 	}
-	late := time.AfterFunc(loadWait, func() { g.stop(fmt.Errorf("it did not load in %v", loadWait)) })
+	late := time.AfterFunc(blockWait, func() { g.stop(fmt.Errorf("it did not load in %v", blockWait)) })
 	defer late.Stop()
 	for {
 		m, err := g.conn.Recv()

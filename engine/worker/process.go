@@ -53,7 +53,7 @@ func (p *process) supervise() {
 		if p.reportStart(cause) || h.ctx.Err() != nil {
 			return
 		}
-		if time.Since(began) >= healthy {
+		if time.Since(began) >= helloWait {
 			pause = h.cfg.first
 		}
 		p.log.Error("worker ended", slog.Any("cause", cause), slog.Float64("next_try_seconds", pause.Seconds()))

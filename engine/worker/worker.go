@@ -57,18 +57,20 @@ type Config struct {
 	// Log is where the lines of the processes go, and what becomes of them; nil means slog.Default().
 	Log *slog.Logger
 
-	block, obey, first time.Duration // blockWait, obeyWait, pauseFirst, but in tests
-	end, turn          time.Duration // endWait, or saveWait; turnWait
+	block, turn, first time.Duration // blockWait, turnWait, pauseFirst, but in tests
+	// obey is how long a block may take after nobody wants it any more: less than what a closed run
+	// waits for its blocks, by drainWait twice. A process may take as long as end to end.
+	obey, end time.Duration
 }
 
 func (c *Config) setDefaults() {
-	c.MemoryBytes = cmp.Or(max(c.MemoryBytes, 0), defaultMemory)
+	c.MemoryBytes = cmp.Or(max(c.MemoryBytes, 0), blocks.DefaultMemory)
 	if c.Processes <= 0 || c.Socket != nil {
 		c.Processes = 1
 	}
 	c.Log = cmp.Or(c.Log, slog.Default()).With(slog.String("model", c.Name))
-	c.block, c.obey, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.obey, obeyWait), cmp.Or(c.first, pauseFirst)
-	c.end, c.turn = endWait, cmp.Or(c.turn, turnWait)
+	c.block, c.turn, c.first = cmp.Or(c.block, blockWait), cmp.Or(c.turn, turnWait), cmp.Or(c.first, pauseFirst)
+	c.obey, c.end = cmp.Or(c.obey, blocks.CloseWait/2), blocks.CloseWait
 	if c.Socket != nil { // nobody could start another guest
 		c.obey = c.block
 	}
@@ -138,7 +140,7 @@ func Start(c Config) (*Host, error) {
 	h.ctx, h.stop = context.WithCancel(context.Background())
 	ready := make(chan error, c.Processes)
 	for n := range c.Processes {
-		p := &process{host: h, log: c.Log, first: ready, lines: rate.NewLimiter(linesPerSecond, lineBurst)}
+		p := &process{host: h, log: c.Log, first: ready, lines: rate.NewLimiter(linesPerSecond, 10*linesPerSecond)}
 		if c.Processes > 1 {
 			p.log = c.Log.With(slog.Int("process", n+1))
 		}

@@ -286,7 +286,7 @@ func TestGridsCoverAndKeepToTheirLimits(t *testing.T) {
 		"wide rows":                     {SoftmaxF32{Rows: 9, Width: 4097}, [3]uint32{9, 1, 1}},
 		"no item":                       {AttentionF32{Positions: 65, Heads: 3}, [3]uint32{1, 1, 1}},
 		"tiles of heads of items":       {AttentionF32{Items: 5, Positions: 65, Heads: 3}, [3]uint32{30, 1, 1}},
-		"the most items of all":         {AttentionF32{Items: 1<<64 - 1, Positions: 1<<32 - 1, Heads: 1<<32 - 1}, [3]uint32{1 << 16, 1, 1}},
+		"the most items of all":         {AttentionF32{Items: 1<<64 - 1, Positions: 1<<32 - 1, Heads: 1<<32 - 1}, [3]uint32{1<<16 - 1, 1, 1}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			grid, block := tc.launch.Grid()

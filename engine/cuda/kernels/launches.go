@@ -199,7 +199,7 @@ func (StoreU64) Grid() (grid, block [3]uint32) {
 // Grid has a block per tile, up to a limit: outputs along x, rows along y.
 func (l LinearF32) Grid() (grid, block [3]uint32) {
 	return [3]uint32{
-		blocks(uint64(l.Out), tile, 1<<32/tile), blocks(l.Rows, tile, maxRowTiles), 1,
+		blocks(uint64(l.Out), tile, 1<<32/tile), blocks(l.Rows, tile, maxTiles), 1,
 	}, [3]uint32{threads, 1, 1}
 }
 
@@ -219,12 +219,12 @@ func teams(rows uint64, width uint32) (grid, block [3]uint32) {
 
 // Grid has a block per tile of queries of each head, up to a limit.
 func (l AttentionF32) Grid() (grid, block [3]uint32) {
-	most, tiles := uint64(maxAttention), uint64(blocks(uint64(l.Positions), tile, 1<<32/tile))
+	most, tiles := uint64(maxTiles), uint64(blocks(uint64(l.Positions), tile, 1<<32/tile))
 	heads := tiles * uint64(l.Heads) // below 2^58
 	if l.Items <= most/max(heads, 1) {
 		most = l.Items * heads
 	}
-	return [3]uint32{blocks(most, 1, maxAttention), 1, 1}, [3]uint32{threads, 1, 1}
+	return [3]uint32{blocks(most, 1, maxTiles), 1, 1}, [3]uint32{threads, 1, 1}
 }
 
 // blocks is how many blocks of some elements hold n, at least 1 and at most limit.

@@ -14,9 +14,8 @@ const (
 	// narrowRow is the widest row that narrowTeam threads share, a warp; all of a block share
 	// a wider one. So has kernels.cu.
 	narrowRow, narrowTeam = 4096, 32
-	// maxAttention are the blocks of attention_f32, of which a multiprocessor runs three or so
-	// at once: about a hundred rounds.
-	maxAttention = 1 << 16
-	// maxRowTiles is what CUDA allows a grid in y. Beyond, blocks take several tiles.
-	maxRowTiles = 65535
+	// maxTiles is what CUDA allows a grid in y. Beyond, blocks take several tiles. It bounds the
+	// blocks of attention_f32 too, of which a multiprocessor runs three or so at once: about a
+	// hundred rounds.
+	maxTiles = 65535
 )
