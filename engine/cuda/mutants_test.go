@@ -66,7 +66,7 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"the device is always the first", "device.go", "C.CUdevice(c.Device)", "0"},
 	{"the first device is described", "driver.go", "C.int(i), name", "C.int(0), name"},
 	{"one device more than there is", "host.go", "c.Device >= n", "c.Device > n"},
-	{"the library is looked for in one place", "driver.go", "range all {", "range all[:1] {"},
+	{"the library is looked for in one place", "driver.go", "library := range all {", "library := range all[:1] {"},
 	{"open waits for ever", "driver.go", "time.After(openHangs * hang)", "time.After(openHangs * hangWait)"},
 	{"what opens too late stays open", "driver.go", "undo(of)", "_ = undo"},
 	{"an image is given up at once", "device.go", "|| !otherImage[r.code] {\n\t\t\tbreak", "|| r.code != 0 {\n\t\t\tbreak"},

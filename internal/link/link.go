@@ -341,8 +341,8 @@ func (c *Conn) Own(b *Block) {
 	}
 }
 
-// Fit returns text as a message has it for JSON, with its flags. What is long becomes the guest's, in a block
-// of room.
+// Fit borrows text and returns it as the JSON of a message, with its flags. What is long is copied into a block
+// of room, which becomes the guest's.
 func (c *Conn) Fit(text []byte, room func(n int64) (*Block, error)) (flags uint8, json []byte, err error) {
 	if len(text) <= PacketBytes/2 {
 		return 0, text, nil
