@@ -4,11 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 
 	"google.golang.org/grpc/credentials"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
@@ -62,15 +62,43 @@ func (s *Server) may(ctx context.Context, verb Verb, name string, bytes int64) (
 	return &terms.RefusedError{Code: frame.PermissionDenied, Text: err.Error()}
 }
 
-// identify is a guard.Check.
+// asks reports whether the senders of RPCs are identified.
+func (s *Server) asks() bool { return s.cfg.Identify != nil || s.cfg.Authorize != nil }
+
+// identify returns the name of the sender of an RPC over a connection, or why it is refused.
 func (s *Server) identify(info credentials.AuthInfo, authorization []string) (principal string, err error) {
 	if s.cfg.Identify != nil {
 		principal, err = s.cfg.Identify(info, authorization)
 	}
 	if err == nil {
-		err = s.may(context.WithValue(s.core.Context(), rpcKey{}, &rpc{caller: guard.Known(principal)}), VerbEnter, "", 0)
+		err = s.may(context.WithValue(s.core.Context(), rpcKey{}, &rpc{principal: principal}), VerbEnter, "", 0)
 	}
 	return principal, err
+}
+
+// ask identifies the sender of an RPC, and counts and logs refusals.
+func (s *Server) ask(r *rpc) (principal string, err error) {
+	if principal, err = s.identify(r.conn.Info(), r.authorization); err != nil {
+		s.unauthenticated.Add(1)
+		s.refusals.Of(err.Error()).Log(s.log, slog.LevelWarn, "RPC refused", "refused",
+			slog.String("peer", r.conn.RemoteAddr().String()), slog.String("principal", r.principal), slog.String("error", err.Error()))
+	}
+	return principal, err
+}
+
+// askAgain asks about the senders of open RPCs again, and ends the RPC of one who is not allowed any
+// more, or has another name now, and with it other rights.
+func (s *Server) askAgain() {
+	for key := range s.open.Range {
+		r := key.(*rpc)
+		principal, err := s.ask(r)
+		if err == nil && principal != r.principal {
+			err = errRenamed
+		}
+		if err != nil {
+			r.end(errUnauthenticated(err)) // a no-op on an RPC that has ended meanwhile
+		}
+	}
 }
 
 // hides reports whether the sender of ctx's RPC may not know a model.

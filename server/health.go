@@ -48,7 +48,7 @@ const storeHealth = "store"
 
 // lookAtStore sets the health of the store to whether it can be used.
 func (s *Server) lookAtStore() {
-	ctx, cancel := context.WithTimeout(context.Background(), storeLook)
+	ctx, cancel := context.WithTimeout(context.Background(), lookEvery)
 	defer cancel()
 	is, available := serving.NotServing, int64(0)
 	if s.storing.Available(ctx) {

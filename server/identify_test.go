@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -198,4 +199,30 @@ func TestAConnectionThatEndsInItsHandshakeIsNotARefusal(t *testing.T) {
 	}
 	require.NoError(t, l.Close())
 	closing.Wait()
+}
+
+func TestWhoIsSomebodyElseNowLosesItsRPCs(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		var name atomic.Value
+		var asked atomic.Int64
+		name.Store("alice")
+		f := serve(t, func(c *server.Config) {
+			c.Identify = func(credentials.AuthInfo, []string) (string, error) {
+				asked.Add(1)
+				return name.Load().(string), nil
+			}
+		})
+		r, err := rawOn(t, f.dial(t))
+		require.NoError(t, err)
+		r.greet()
+		r.good()
+		before := asked.Load()
+		testkit.Eventually(t, func() bool { return asked.Load() > before }, "the next look")
+		require.Zero(t, f.counters(t)["rpcs_failed_total"])
+		name.Store("intern")
+		st := r.status()
+		require.Equal(t, codes.Unauthenticated, st.Code(), st.Message())
+		require.Contains(t, st.Message(), "of another principal now")
+	})
 }

@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"path"
 	"slices"
@@ -13,12 +12,10 @@ import (
 
 	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
 
 	"github.com/tensorferry/tensorferry/internal/conns"
-	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -58,11 +55,13 @@ type rpcKey struct{}
 
 // rpc is the state of an RPC from its headers on.
 type rpc struct {
-	first    *time.Timer   // runs until the first message has arrived
-	received *inbound.RPC  // accounts for what has been received
-	caller   *guard.Caller // nil for an anonymous one
-	cancel   context.CancelCauseFunc
-	held     *slab.Account // for what a handler makes, and for the outputs of Models.Compute
+	conn          *conns.Conn
+	authorization []string // what its sender has shown, besides the connection's certificate
+	principal     string   // who that is
+	received      *inbound.RPC
+	first         *time.Timer // runs until the first message has arrived
+	cancel        context.CancelCauseFunc
+	held          *slab.Account // for what a handler makes, and for the outputs of Models.Compute
 
 	stream atomic.Pointer[grpc.ServerTransportStream] // set once there is a handler
 	told   atomic.Pointer[error]                      // why it must end
@@ -120,9 +119,12 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 	if ctx.Err() != nil { // gRPC would say the same
 		return ctx, statusOf(ctx.Err())
 	}
-	caller, err := e.server.guard.Ask(ctx, info.Header)
-	if err != nil {
-		return ctx, errUnauthenticated(err)
+	r := &rpc{conn: conns.From(ctx)}
+	if e.server.asks() {
+		r.authorization = slices.Clone(info.Header.Get("authorization"))
+		if r.principal, err = e.server.ask(r); err != nil {
+			return ctx, errUnauthenticated(err)
+		}
 	}
 	if !e.methods[info.FullMethodName] {
 		return ctx, errNoMethod(info.FullMethodName)
@@ -133,21 +135,23 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 		left := time.Until(end)
 		inner, stop = context.WithDeadline(inner, end.Add(-min(max(left/earlyShare, earlyLeast), earlyMost)))
 	}
-	r := &rpc{cancel: cancel, caller: caller, held: e.server.account()}
+	r.cancel, r.held = cancel, e.server.account()
 	var room bool
-	if r.received, room = conns.From(ctx).Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
+	if r.received, room = r.conn.Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
 		stop()
 		cancel(nil)
 		return ctx, statusOf(errReceived)
 	}
-	r.first = time.AfterFunc(e.FirstMessage, func() { cancel(fmt.Errorf("server: no message within %v", e.FirstMessage)) })
-	e.server.guard.Remember(caller, func(why error) { r.end(errUnauthenticated(why)) })
+	r.first = time.AfterFunc(e.FirstMessage, func() { r.end(errSilent(e.FirstMessage)) })
+	if e.server.asks() {
+		e.server.open.Store(r, nil)
+	}
 	context.AfterFunc(inner, func() { // ends with the RPC
 		if inner.Err() == context.DeadlineExceeded {
 			r.end(context.DeadlineExceeded)
 		}
 		stop()
-		e.server.guard.Forget(caller)
+		e.server.open.Delete(r)
 		r.first.Stop()
 		r.received.Cancelled()
 	})
@@ -187,27 +191,31 @@ func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo
 	if err != nil {
 		return nil, err
 	}
-	if answer := conns.From(ctx).Answer(resp); answer != nil {
+	if answer := rpcOf(ctx).conn.Answer(resp); answer != nil {
 		return answer, nil
 	}
 	return nil, statusOf(errReceived)
 }
 
-// streamCame leaves the client streams of the TensorService to the timeouts of their handlers,
-// and stops the timer of streams whose only message arrives.
+// streamCame ends the client streams of services other than the TensorService, such as reflection,
+// when no request arrives for a while, or the server is closed; those of the TensorService it leaves
+// to their handlers.
 func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
 	began, ctx := time.Now(), ss.Context()
 	handled(ctx)
 	r := rpcOf(ctx)
-	booked := accounted{ss, conns.From(ctx), r.received, func() { r.first.Stop() }, make(chan struct{}, 1)}
+	booked := accounted{ss, r, func() { r.first.Stop() }, make(chan struct{}, 1)}
+	_, ours := srv.(*Server)
 	if info.IsClientStream {
 		r.first.Stop()
 	}
-	if _, ours := srv.(*Server); ours || !info.IsClientStream {
-		err = handler(srv, booked)
-	} else {
-		err = e.attend(srv, booked, handler)
+	if info.IsClientStream && !ours { // its handler has no timeout
+		idle := time.AfterFunc(e.Idle, func() { r.end(errSilent(e.Idle)) })
+		defer idle.Stop()
+		defer context.AfterFunc(e.server.core.Context(), func() { r.end(serving.ErrShutdown) })()
+		booked.arrived = func() { idle.Reset(e.Idle) }
 	}
+	err = handler(srv, booked)
 	err = endOf(ctx, err)
 	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
 	if err != nil && info.IsClientStream && r.told.Load() == nil {
@@ -241,10 +249,9 @@ func (s *Server) drop(from accounted) {
 // accounted is a gRPC stream whose messages are accounted for on its connection.
 type accounted struct {
 	grpc.ServerStream
-	one      *conns.Conn
-	received *inbound.RPC
-	arrived  func()        // called when a request has
-	reading  chan struct{} // held by who receives: the handler's goroutine may when drop does
+	rpc     *rpc
+	arrived func()        // called when a request has
+	reading chan struct{} // held by who receives: a goroutine of the handler's may when drop does
 }
 
 // SendMsg sends a frame, or an answer for which there is room.
@@ -252,7 +259,7 @@ func (a accounted) SendMsg(m any) error {
 	if _, frame := m.(*wire.Message); frame {
 		return a.ServerStream.SendMsg(m)
 	}
-	if answer := a.one.Answer(m); answer != nil {
+	if answer := a.rpc.conn.Answer(m); answer != nil {
 		return a.ServerStream.SendMsg(answer)
 	}
 	return statusOf(errReceived)
@@ -263,12 +270,11 @@ func (a accounted) SendMsg(m any) error {
 func (a accounted) RecvMsg(m any) error {
 	a.reading <- struct{}{}
 	defer func() { <-a.reading }()
-	a.received.Next()
+	a.rpc.received.Next()
 	if _, frame := m.(*wire.Message); frame { // nothing is held beside frames
 		return receiveError(a.Context(), a.ServerStream.RecvMsg(m))
 	}
-	held := rpcOf(a.Context()).held
-	held.Release(held.Held())
+	a.rpc.held.Release(a.rpc.held.Held())
 	req := wire.Request{Message: m}
 	if err := a.ServerStream.RecvMsg(&req); err != nil {
 		return receiveError(a.Context(), err)
@@ -303,28 +309,6 @@ func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
 	r.Server.RegisterService(&d, impl)
 }
 
-// attend ends client streams of services other than the TensorService, such as reflection,
-// when no request arrives for a while: their handlers have no timeout. The handler runs on
-// a goroutine of its own, because only the end of the RPC wakes a handler that waits for
-// its peer; the goroutine ends soon after that. Close waits for it.
-func (e *endpoint) attend(srv any, ss accounted, handler grpc.StreamHandler) error {
-	clock := time.NewTimer(e.Idle)
-	defer clock.Stop()
-	ss.arrived = func() { clock.Reset(e.Idle) }
-	ended := make(chan error, 1)
-	e.server.core.Go(func() { ended <- handler(srv, ss) }) // ends after its RPC
-	select {
-	case err := <-ended:
-		return err
-	case <-clock.C:
-		return errSilent(e.Idle)
-	case <-ss.Context().Done():
-		return statusOf(context.Cause(ss.Context()))
-	case <-e.server.core.Context().Done():
-		return statusOf(serving.ErrShutdown)
-	}
-}
-
 // logEnd counts and logs the end of an RPC, without the text of its error, which may name a tensor.
 func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
 	s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
@@ -332,10 +316,6 @@ func (s *Server) logEnd(ctx context.Context, method string, err error, took time
 	if !s.log.Enabled(ctx, level) {
 		return
 	}
-	from := ""
-	if p, ok := peer.FromContext(ctx); ok {
-		from = p.Addr.String()
-	}
 	s.log.LogAttrs(ctx, level, "rpc ended", slog.String("rpc", method), slog.String("code", statusName(err)),
-		slog.Float64("took_seconds", took.Seconds()), slog.String("peer", from), slog.String("principal", Principal(ctx)))
+		slog.Float64("took_seconds", took.Seconds()), slog.String("peer", rpcOf(ctx).conn.RemoteAddr().String()), slog.String("principal", Principal(ctx)))
 }

@@ -5,9 +5,10 @@ import "time"
 const (
 	// probeBytes is the largest request of a probe: a name, and more than a name needs.
 	probeBytes = 4 << 10
-	// storeLook is how often the health of the store is looked at, and how long that may take:
-	// it costs a folder with files of others that changes up to 60 ms.
-	storeLook = 5 * time.Second
+	// lookEvery is how often the senders of open RPCs are asked about, and the health of the store is
+	// looked at, and how long that may take: it costs a folder with files of others that changes up
+	// to 60 ms.
+	lookEvery = 5 * time.Second
 	// dropMost, dropBytes and dropIdle limit how long a client that still writes is read after
 	// its RPC has failed; dropIdle is several times what a busy client takes for a message.
 	dropMost  = 1 * time.Second

@@ -31,7 +31,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/conns"
-	"github.com/tensorferry/tensorferry/internal/guard"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -146,9 +145,11 @@ type Server struct {
 
 	conns    *conns.Set
 	received *inbound.Memory // charged for what peers have sent and nothing has consumed
-	guard    *guard.Guard
+	open     sync.Map        // of *rpc: those whose senders are asked about again
 	serving  sync.Once
 
+	unauthenticated            atomic.Int64          // RPCs that were refused or ended
+	refusals                   admission.LogSamplers // by reason
 	failedRPCs, failedSessions admission.LogSampler
 }
 
@@ -167,10 +168,7 @@ func New(cfg Config) (*Server, error) {
 		cfg: cfg, log: cfg.Log, started: time.Now(),
 		received: inbound.NewMemory(cfg.ReceiveBytes, int64(cfg.Session.ChunkBytes)+wire.MaxControlBytes), forget: func() {},
 	}
-	s.health, s.guard = healthService{health.NewServer(), s}, guard.New(nil, cfg.Log)
-	if cfg.Identify != nil || cfg.Authorize != nil {
-		s.guard = guard.New(s.identify, cfg.Log)
-	}
+	s.health = healthService{health.NewServer(), s}
 	s.conns = conns.New(conns.Config{
 		Log: cfg.Log, Connections: cfg.Connections, ThinFrames: cfg.ThinFrames, Memory: s.received, Lanes: cfg.Lanes, Full: full(cfg.Connections),
 	})
@@ -303,11 +301,11 @@ func (s *Server) Serve(l net.Listener) error {
 		// Sent data may stay unread for so long, or twice as long, before its connection is
 		// closed. The RPC itself fails before that.
 		go s.every(2*time.Duration(min(s.cfg.Session.ChunkIdle, 1<<61)), s.received.Look)
-		go s.every(guard.Every, s.guard.Look)
+		go s.every(lookEvery, s.askAgain)
 		if s.cfg.Store != nil {
 			go func() {
 				s.lookAtStore()
-				s.every(storeLook, s.lookAtStore)
+				s.every(lookEvery, s.lookAtStore)
 			}()
 		}
 		if slices.ContainsFunc(s.endpoints, func(e *endpoint) bool { return e.MessageBytes > s.endpoints[0].MessageBytes }) {
@@ -383,28 +381,25 @@ func (s *Server) Close() {
 }
 
 // Principal returns the name of the sender of ctx's RPC; "" if the server has no Identify.
-func Principal(ctx context.Context) string { return rpcOf(ctx).caller.Name() }
+func Principal(ctx context.Context) string { return rpcOf(ctx).principal }
 
 // StreamTensors serves one session.
 func (s *Server) StreamTensors(conn grpc.BidiStreamingServer[pb.Frame, pb.Frame]) error {
-	one := conns.From(conn.Context())
-	sess, err := s.core.OpenSession(&one.Caller)
+	r := rpcOf(conn.Context())
+	sess, err := s.core.OpenSession(&r.conn.Caller)
 	if err != nil {
 		return err
 	}
-	rpcOf(conn.Context()).received.Admitted()
-	caller := rpcOf(conn.Context()).caller
-	defer s.conns.OfferLanes(sess, caller.Name(), func(info credentials.AuthInfo) bool { return s.guard.Permits(caller, info) })()
+	r.received.Admitted()
+	defer s.conns.OfferLanes(sess, r.principal, func(info credentials.AuthInfo) bool {
+		principal, err := s.identify(info, r.authorization)
+		return err == nil && principal == r.principal
+	})()
 	// The session ends with the RPC.
-	cause := sess.Serve(conn.Context(), s.frames(conn))
+	cause := sess.Serve(conn.Context(), r.conn.Frames(conn, r.received))
 	if err := statusOf(cause); err != nil {
 		s.log.Log(context.Background(), levelOf(err, &s.failedSessions), "session ended", slog.String("session", sess.ID().String()), slog.String("cause", cause.Error()))
 		return err
 	}
 	return nil
-}
-
-// frames returns the frames of a gRPC stream, limited to the rate of its connection.
-func (s *Server) frames(conn grpc.ServerStream) *conns.Frames {
-	return conns.From(conn.Context()).Frames(conn, rpcOf(conn.Context()).received)
 }

@@ -20,7 +20,6 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
-	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
@@ -115,7 +114,7 @@ func (m *Models) Context() context.Context { return m.server.core.Context() }
 // Connection returns a context that ends with the connection of ctx's RPC, the same for all RPCs of
 // that connection; of a ctx without one it is the server's.
 func (m *Models) Connection(ctx context.Context) context.Context {
-	if one := conns.From(ctx); one != nil {
+	if one := rpcOf(ctx).conn; one != nil {
 		return one.Context()
 	}
 	return m.Context()
@@ -227,7 +226,7 @@ func (m *Models) Buffer(n int64) (*slab.Slab, error) {
 }
 
 func (m *Models) caller(ctx context.Context) *admission.Caller {
-	if one := conns.From(ctx); one != nil {
+	if one := rpcOf(ctx).conn; one != nil {
 		return &one.Caller
 	}
 	return &m.nobody

@@ -32,6 +32,8 @@ var (
 	errInternal = status.Error(codes.Internal, "internal error")
 	// errUnknownService is gRPC's answer for a name whose health is not known.
 	errUnknownService = status.Error(codes.NotFound, "unknown service")
+	// errRenamed ends the RPC of a sender who has another name now.
+	errRenamed = errors.New("your credentials are those of another principal now; send the RPC again")
 	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
 	errReceived = serving.TryLater(reason.Memory, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
@@ -74,7 +76,7 @@ func endOf(ctx context.Context, err error) error {
 	return err
 }
 
-// errSilent ends a stream of requests of which none came for so long.
+// errSilent ends an RPC of which no request came for so long.
 func errSilent(idle time.Duration) error {
 	return status.Errorf(codes.DeadlineExceeded, "no request came for %v; open the RPC again when there is one", idle)
 }

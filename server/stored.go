@@ -13,7 +13,6 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/conns"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/storing"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -24,8 +23,9 @@ import (
 
 // PushTensors stores the tensors of a client's stream.
 func (s *Server) PushTensors(conn grpc.ClientStreamingServer[pb.Frame, pb.PushTensorsResponse]) error {
-	rpcOf(conn.Context()).received.Admitted()
-	return s.storing.Push(&conns.From(conn.Context()).Caller, s.frames(conn), func(list []frame.Summary) error {
+	r := rpcOf(conn.Context())
+	r.received.Admitted()
+	return s.storing.Push(&r.conn.Caller, r.conn.Frames(conn, r.received), func(list []frame.Summary) error {
 		resp := &pb.PushTensorsResponse{}
 		for i := range list {
 			resp.Summaries = append(resp.Summaries, wire.ToSummary(&list[i]))
@@ -41,10 +41,10 @@ func (s *Server) PullTensors(req *pb.PullTensorsRequest, conn grpc.ServerStreami
 		return frame.Because("INVALID_ARGUMENT", "%s", reason.Plain(err))
 	}
 	req.Reset() // it takes more memory
-	rpc := rpcOf(conn.Context()).received
-	rpc.Consumed()
-	rpc.Admitted()
-	return s.storing.Pull(&conns.From(conn.Context()).Caller, s.frames(conn), &p.Hello, p.Selections)
+	r := rpcOf(conn.Context())
+	r.received.Consumed()
+	r.received.Admitted()
+	return s.storing.Pull(&r.conn.Caller, r.conn.Frames(conn, r.received), &p.Hello, p.Selections)
 }
 
 // ListTensors lists a page of the store.

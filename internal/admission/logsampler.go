@@ -11,6 +11,9 @@ import (
 // be absent before counting starts again.
 const sampleEvery = time.Minute
 
+// apart is how many kinds of an event LogSamplers tell apart.
+const apart = 64
+
 // LogSampler counts an event that a peer can cause without limit. It logs the event each
 // time the count doubles, and once a minute, so that a flood does not fill the log.
 type LogSampler struct {
@@ -42,4 +45,27 @@ func (l *LogSampler) Log(log *slog.Logger, level slog.Level, message, count stri
 	if n, due := l.Again(); due {
 		log.LogAttrs(context.Background(), level, message, append(attrs, slog.Int64(count, n))...)
 	}
+}
+
+// LogSamplers are the LogSamplers of an event of several kinds: beyond the first of them, all others
+// are one. The zero value is ready to use.
+type LogSamplers struct {
+	mu sync.Mutex
+	of map[string]*LogSampler // "" is all others
+}
+
+// Of returns the LogSampler of a kind.
+func (l *LogSamplers) Of(kind string) *LogSampler {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.of[kind] == nil && len(l.of) >= apart {
+		kind = ""
+	}
+	if l.of[kind] == nil {
+		if l.of == nil {
+			l.of = make(map[string]*LogSampler)
+		}
+		l.of[kind] = new(LogSampler)
+	}
+	return l.of[kind]
 }

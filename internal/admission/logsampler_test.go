@@ -1,6 +1,10 @@
 package admission
 
 import (
+	"bytes"
+	"fmt"
+	"log/slog"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -33,4 +37,18 @@ func TestAFloodIsLoggedAsItsNumberDoubles(t *testing.T) {
 		time.Sleep(sampleEvery)
 		require.Equal(t, first, flood())
 	})
+}
+
+func TestEachKindIsLoggedByItself(t *testing.T) {
+	var all LogSamplers
+	var text bytes.Buffer
+	log := slog.New(slog.NewTextHandler(&text, nil))
+	for range 3 { // the third time no line is due
+		for i := range apart + 5 {
+			all.Of(fmt.Sprint("reason ", i)).Log(log, slog.LevelInfo, "refused", "n", slog.String("why", fmt.Sprintf("%d.", i)))
+		}
+	}
+	require.Equal(t, 2, strings.Count(text.String(), "why=0."))
+	require.Equal(t, 2, strings.Count(text.String(), fmt.Sprintf("why=%d.", apart-1)))
+	require.Less(t, strings.Count(text.String(), "\n"), 2*apart+5, "the rest are one")
 }

@@ -96,6 +96,9 @@ const (
 // Context returns a context that ends with the connection, of one that gRPC serves.
 func (c *Conn) Context() context.Context { return c.life }
 
+// Info returns what its handshake has shown of the peer.
+func (c *Conn) Info() credentials.AuthInfo { return c.info }
+
 // Open charges an RPC to the connection from its headers on. It reports whether there is
 // memory for it; end is called when there is none any more.
 func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbound.RPC, ok bool) {

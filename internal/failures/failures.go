@@ -29,24 +29,19 @@ type Failure struct {
 	Cause            string // a line, at most causeBytes
 }
 
-// kind is a code, and the place that a failure of a model comes from: what a peer says is no
-// part of it.
-type kind struct{ model, what string }
-
 // Log has the last failures.
 type Log struct {
 	log *slog.Logger
 
-	mu    sync.Mutex // guards all below
-	kinds map[kind]*admission.LogSampler
-	count map[string]int // kinds, by model
-	last  []Failure      // a ring, in which number n is at n%kept
+	mu    sync.Mutex                        // guards all below
+	kinds map[string]*admission.LogSamplers // by model; those of "" are all others'
+	last  []Failure                         // a ring, in which number n is at n%kept
 	next  uint64
 }
 
 // New returns a Log that logs to log.
 func New(log *slog.Logger) *Log {
-	return &Log{log: log, kinds: make(map[kind]*admission.LogSampler), count: make(map[string]int), next: 1}
+	return &Log{log: log, kinds: make(map[string]*admission.LogSamplers), next: 1}
 }
 
 // Add adds a failure, whose cause and number it sets.
@@ -57,18 +52,13 @@ func (l *Log) Add(f Failure, err error) {
 		f.Cause += " (" + place + ")"
 	}
 	f.Cause = frame.Clip(strings.ToValidUTF8(oneLine.Replace(f.Cause), "�"), causeBytes)
-	sampler := l.keep(&f, place)
-	n, due := sampler.Again()
-	if !due {
-		return
-	}
-	attrs := []any{
-		slog.String("call", f.Call.String()), slog.String("principal", f.Principal), slog.String("model", f.Model), slog.String("error", err.Error()), slog.Int64("failures", n),
+	attrs := []slog.Attr{
+		slog.String("call", f.Call.String()), slog.String("principal", f.Principal), slog.String("model", f.Model), slog.String("error", err.Error()),
 	}
 	if trace != "" {
 		attrs = append(attrs, slog.String("trace", trace[max(0, len(trace)-traceBytes):]))
 	}
-	l.log.Error("call failed", attrs...)
+	l.keep(&f, place).Log(l.log, slog.LevelError, "call failed", "failures", attrs...)
 }
 
 var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
@@ -84,20 +74,14 @@ func (l *Log) keep(f *Failure, place string) *admission.LogSampler {
 	} else {
 		l.last[(f.Number-1)%kept] = *f
 	}
-	k := kind{f.Model, fmt.Sprint(f.Code, " ", place)}
-	if l.kinds[k] == nil {
-		if _, known := l.count[k.model]; !known && len(l.count) >= modelsKept {
-			k.model = ""
-		}
-		if l.count[k.model] >= kindsKept {
-			k.what = "" // all others
-		}
+	model := f.Model
+	if l.kinds[model] == nil && len(l.kinds) >= modelsKept {
+		model = ""
 	}
-	if l.kinds[k] == nil {
-		l.kinds[k] = new(admission.LogSampler)
-		l.count[k.model]++
+	if l.kinds[model] == nil {
+		l.kinds[model] = new(admission.LogSamplers)
 	}
-	return l.kinds[k]
+	return l.kinds[model].Of(fmt.Sprint(f.Code, " ", place)) // what a peer says is no part of it
 }
 
 // traceOf returns where an error comes from, and its trace, if it has one.

@@ -4,9 +4,7 @@ const (
 	// kept is how many failures a Log has, and causeBytes how long the cause of one may be.
 	kept       = 1024
 	causeBytes = 1 << 10
-	// kindsKept is how many kinds of failures of a model, and modelsKept of how many models,
-	// are logged apart; all others are one.
-	kindsKept  = 64
+	// modelsKept is of how many models failures are logged apart; all others are one.
 	modelsKept = 1024
 	// placeBytes is how much of a place tells one kind from another: a worker could say much.
 	placeBytes = 256

@@ -87,10 +87,9 @@ var layers = map[string][]string{
 	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "reason", "slab", "stream", "tensor", "terms"},
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
-	"internal/guard":   {"internal/admission"},
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "reason", "slab", "store", "stream", "tensor", "terms"},
 
-	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/guard", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "reason", "slab", "store", "stream", "tensor", "terms"},
+	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "reason", "slab", "store", "stream", "tensor", "terms"},
 
 	"compat/kpu":        {"api/kpu/torch/server", "engine", "frame", "internal/background", "internal/torchsave", "reason", "server", "slab", "tensor", "terms"},
 	"compat/splitlearn": {"api/splitlearn/comm", "engine", "frame", "internal/background", "internal/elements", "internal/proc", "server", "tensor", "terms"},
@@ -161,7 +160,6 @@ var apart = []struct{ pkg, from, why string }{
 	{"client", "internal/inbound", "a client compiles no flood control"},
 	{"client", "engine", "a client computes nothing"},
 	{"internal/conns", "engine", "what accepts connections compiles no engine"},
-	{"internal/guard", "engine", "what authenticates callers compiles no engine"},
 }
 
 func TestWhatIsApartIsNotReached(t *testing.T) {
@@ -209,7 +207,7 @@ var rules = []struct {
 	{"C", []string{"engine/cuda", "engine/cuda/fakecuda"}, "the module builds without cgo; one package calls into C, and the driver of its tests"},
 	{
 		"google.golang.org/grpc/...",
-		[]string{"api/...", "identity", "internal/conns", "internal/guard", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench", "internal/cli/...", "internal/calling", "client", "server", "compat/..."},
+		[]string{"api/...", "identity", "internal/conns", "internal/wire", "internal/session", "internal/attack", "internal/testkit", "internal/bench", "internal/cli/...", "internal/calling", "client", "server", "compat/..."},
 		"what lies below the wire does not know how bytes travel",
 	},
 	{
