@@ -32,7 +32,6 @@ type get struct {
 	ended  chan struct{} // closed with the call
 	chunk  int64         // bytes, of the chunks to send
 	pieces int           // views that a tensor may have shared; a view may be a copy
-	listed *slab.Account // for the selections
 	all    []picked      // what the selections pick; belongs to run, as globs
 	globs  []bool        // which selections are
 	most   int           // tensors whose Summary is not sent
@@ -81,22 +80,6 @@ func check(list []frame.Selection) *frame.Error {
 	return nil
 }
 
-// pulls holds the memory of the selections of all gets, beyond pullFree each.
-var pulls = slab.NewPrincipal("pull")
-
-// takeSelections charges what the selections take while the get lasts.
-func (s *Service) takeSelections(list []frame.Selection) (*slab.Account, error) {
-	bytes, listed := int64(-pullFree), s.Budget.Account(pulls)
-	for i := range list {
-		bytes += int64(selected.OfSelection(&list[i]))
-	}
-	if listed.Take(max(0, bytes)) {
-		return listed, nil
-	}
-	return nil, serving.TryLater(reason.Memory, "selections: keeping them takes %d bytes; all pulls together have half of memory_bytes, which is %d; "+
-		"select less, hold fewer ranges, or try again later", bytes, s.Budget.Limit())
-}
-
 // Event implements serving.Task.
 func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 	switch e.Kind {
@@ -143,7 +126,6 @@ func (g *get) run() {
 	g.session.Do(func(m *stream.Machine, _ stream.Instant) { g.finish(m, d) })
 	<-g.ended // nothing is shared any more
 	g.memory.Close()
-	g.listed.Close()
 }
 
 // picked is a tensor that a selection matches, or why it matches none.

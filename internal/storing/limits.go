@@ -1,10 +1,6 @@
 package storing
 
-import (
-	"time"
-
-	"github.com/tensorferry/tensorferry/frame"
-)
+import "time"
 
 const (
 	// PushTensors is how many tensors may be open on one push at a time: each needs state.
@@ -22,9 +18,6 @@ const (
 	recordTensors     = 1024
 	recordTensorsKept = 8 << 10
 	recordMessage     = 256
-	// pullFree is how many bytes of each get's selections are not charged to a budget: 16 MiB
-	// for as many as a server has by default.
-	pullFree = 64 << 10
 	// pushedBytes is what a push keeps per tensor until its answer, and a set until it is
 	// stored, in addition to the name.
 	pushedBytes = 1 << 10
@@ -44,6 +37,3 @@ const (
 	feedPieces  = 16
 	feedBytes   = 16 << 20 // of tensors on their way, unless one alone is larger or the peer is far
 )
-
-// selected is what is kept for a selection and its outcome.
-var selected = frame.Sizes{Selection: 1 << 10, Range: 16, Entry: 64}

@@ -119,15 +119,7 @@ type task struct {
 
 // Task begins a put or a get, or finishes its call; the session is locked.
 func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant, part *frame.Call) serving.Task {
-	var listed *slab.Account
 	t, err := s.begin(on, part)
-	if err == nil && part.Get != nil {
-		if listed, err = s.takeSelections(part.Get.Selections); err != nil {
-			why := s.Explain(err)
-			t.recordEnd(why.Code, why.Text)
-			t.cancel(err)
-		}
-	}
 	if err != nil {
 		why := s.Explain(err)
 		d := why.Done()
@@ -139,7 +131,7 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 		return &put{task: t, all: part.Put.All, slots: make(chan struct{}, commits), next: make(chan *incoming), tensors: make(map[tensor.ID]*incoming)}
 	}
 	g := &get{
-		task: t, list: part.Get.Selections, globs: make([]bool, len(part.Get.Selections)), listed: listed, most: feedTensors,
+		task: t, list: part.Get.Selections, globs: make([]bool, len(part.Get.Selections)), most: feedTensors,
 		sizes: make(map[tensor.ID]int64), lost: make(map[tensor.ID]error), news: make(session.News, 1), ended: make(chan struct{}),
 	}
 	if on.OneWay() { // one after the other

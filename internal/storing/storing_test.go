@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -86,10 +87,13 @@ type link struct {
 	end context.CancelFunc
 	in  chan *frame.Frame // to the server; closed when the client has ended its side
 	out chan *frame.Frame
+
+	room int64 // for what the server keeps
+	kept atomic.Int64
 }
 
 func newLink(t *testing.T) *link {
-	l := &link{in: make(chan *frame.Frame, 8), out: make(chan *frame.Frame, 8)}
+	l := &link{in: make(chan *frame.Frame, 8), out: make(chan *frame.Frame, 8), room: 16 * mib}
 	l.ctx, l.end = context.WithCancel(context.Background())
 	t.Cleanup(l.end)
 	return l
@@ -138,7 +142,11 @@ func (l *link) Recv() (*frame.Frame, error) {
 func (*link) Free()                             {}
 func (*link) Opened()                           {}
 func (*link) Comes(float64, time.Duration) bool { return false }
-func (*link) Take(int64) bool                   { return true }
+
+func (l *link) Take(bytes int64) bool {
+	l.kept.Store(bytes)
+	return bytes <= l.room
+}
 
 func hello() *frame.Hello {
 	return &frame.Hello{Version: frame.Version, Session: tensor.NewID(), MaxChunkBytes: 64 << 10, Checksum: uint8(codec.CRC32C)}
@@ -237,64 +245,36 @@ func TestAPushWhosePeerDoesNothingEnds(t *testing.T) {
 	}
 }
 
-// manyHeld selects a source's tensor of n bytes, of which the client holds so many ranges.
-func manyHeld(n string, ranges int) []frame.Selection {
+func TestWhatAPullSelectsIsCharged(t *testing.T) {
+	testkit.Start(t)
+	const ranges = 15_000
 	held := make([]frame.Range, ranges)
 	for i := range held {
 		held[i] = frame.Range{Off: 2 * int64(i), Len: 1}
 	}
-	return []frame.Selection{{Name: "gen", Source: true, Params: map[string]string{"shape": n, "dtype": "uint8", "fill": "zeros"}, Held: held}}
-}
-
-func TestWhatPullsSelectCountsInTheBudget(t *testing.T) {
-	testkit.Start(t)
+	endless := []frame.Selection{{Name: "gen", Source: true, Params: map[string]string{"shape": "4294967296", "dtype": "uint8", "fill": "zeros"}, Held: held}}
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, 4*mib, stream.Limits{}, func(c *Service) { require.NoError(t, c.Sources.Add("gen", store.Generator())) })
-		pull := func(list []frame.Selection) (*link, <-chan error) {
+		pull := func(room int64) (*link, <-chan error) {
 			l, ended := newLink(t), make(chan error, 1)
-			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), list) }() // ends with l
+			l.room = room
+			go func() { ended <- s.Pull(new(admission.Caller), l, hello(), endless) }() // ends with l
 			synctest.Wait()
 			return l, ended
 		}
-		// whole pulls to the end.
-		whole := func(list []frame.Selection) error {
-			l, ended := pull(list)
-			for {
-				select {
-				case <-l.out:
-				case err := <-ended:
-					return err
-				}
-			}
-		}
-		var open []*link // whose peers read nothing
-		var ends []<-chan error
-		var why error
-		for why == nil && len(open) < 100 {
-			l, ended := pull(manyHeld("4294967296", 15_000))
-			select {
-			case why = <-ended:
-			default:
-				open, ends = append(open, l), append(ends, ended)
-			}
-		}
-		// 240 000 bytes and some each, 65 536 of them free, of 2 MiB beside what they send.
-		require.InDelta(t, 10, len(open), 2)
-		refused, ok := errors.AsType[*terms.RefusedError](why)
-		require.True(t, ok, "%v", why)
+		l, ended := pull(mib)
+		require.Empty(t, ended)
+		require.GreaterOrEqual(t, l.kept.Load(), int64(16*ranges))
+		l.end()
+		require.Error(t, <-ended)
+
+		_, ended = pull(16*ranges - 1)
+		refused, ok := errors.AsType[*terms.RefusedError](<-ended)
+		require.True(t, ok)
 		require.Equal(t, frame.ResourceExhausted, refused.Code)
 		require.Contains(t, refused.Text, "memory")
 		require.Contains(t, refused.Text, "later")
 		require.Positive(t, refused.RetryMillis, "how long to wait")
-		require.NoError(t, whole(manyHeld("1000", 100)), "who asks for little is served")
-		for i, l := range open {
-			l.end()
-			require.Error(t, testkit.Receive(t, ends[i]))
-		}
-		synctest.Wait()
-		used, _, _ := s.Budget.Used()
-		require.Zero(t, used, "the budget has it back")
-		require.NoError(t, whole(manyHeld("1000", 15_000)))
 	})
 }
 
