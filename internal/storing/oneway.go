@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -11,7 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/serving"
-	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
@@ -30,8 +31,7 @@ func (s *Service) Push(from *admission.Caller, conn Conn, answer func([]frame.Su
 	if err != nil {
 		return err
 	}
-	p := &pushConn{Conn: conn, session: sess}
-	p.gate = session.Gate{Kind: "push", Parts: "descs, chunks and failures", New: p.announced}
+	p := &pushConn{Conn: conn, session: sess, placed: make(map[tensor.ID]chan struct{})}
 	cause := sess.Serve(conn.Context(), p)
 	s.ended(sess, sess.ID(), cause)
 	p.mu.Lock()
@@ -64,28 +64,46 @@ func (s *Service) ended(sess *serving.Session, id tensor.ID, cause error) {
 	}
 }
 
-// pushConn makes frames of a session of those of a push.
+// pushConn makes frames of a session of those of a push, on which no credit can be sent: it
+// holds chunks back until their tensor has its place, and nothing more is read until then.
 type pushConn struct {
 	Conn
 	session *serving.Session
-	gate    session.Gate // its Call is zero before the first frame
-	tensors uint64       // belongs to the receiving goroutine
-	over    bool         // the put's end was passed on
+
+	// Of the receiving goroutine.
+	call    tensor.ID   // zero before the first frame
+	chunk   frame.Frame // the last frame's chunk by itself
+	left    bool        // it is not returned yet
+	tensors uint64
+	over    bool // the put's end was passed on
 
 	kept atomic.Int64 // bytes, of what the answer will have
 	held atomic.Int64 // bytes, of what the session retains
 
-	mu        sync.Mutex // guards all below
+	mu        sync.Mutex                  // guards all below
+	placed    map[tensor.ID]chan struct{} // closed when the tensor has its place, or has ended
 	open      int
 	failed    bool
 	summaries []frame.Summary
 	done      *frame.Done
 }
 
-// Recv returns the next frame, and its chunk by itself, when that has a place: until then
-// nothing more is read, and HTTP/2 makes the client wait.
+// Recv returns the next frame, and its chunk by itself.
 func (p *pushConn) Recv() (*frame.Frame, error) {
-	return p.gate.Recv(p.receive, p.Context().Done(), p.session.Stopped())
+	if !p.left {
+		f, err := p.receive()
+		if err != nil || !f.HasChunk() {
+			return f, err
+		}
+		p.chunk = frame.Frame{Chunk: f.Chunk}
+		f.Chunk = frame.Chunk{}
+		if p.left = !f.Empty(); p.left {
+			return f, nil
+		}
+	}
+	p.left = false
+	p.wait(p.of(p.chunk.Chunk.Tensor))
+	return &p.chunk, nil
 }
 
 // Take charges what the session retains, and what the answer will have.
@@ -94,9 +112,9 @@ func (p *pushConn) Take(bytes int64) bool {
 	return p.Conn.Take(bytes + p.kept.Load())
 }
 
-// Free ends the loan of the last frame, unless something of it is left.
+// Free ends the loan of the last frame, unless its chunk is left.
 func (p *pushConn) Free() {
-	if !p.gate.Left() {
+	if !p.left {
 		p.Conn.Free()
 	}
 }
@@ -107,12 +125,17 @@ func (p *pushConn) receive() (*frame.Frame, error) {
 		return nil, io.EOF
 	}
 	f, err := p.Conn.Recv()
-	first := p.gate.Call.IsZero()
+	first := p.call.IsZero()
 	switch {
 	case errors.Is(err, io.EOF) && !first:
 		p.over = true
-		p.gate.WaitAll(p.Context().Done(), p.session.Stopped()) // why one has no place counts more than the end
-		return &frame.Frame{Ends: []frame.End{{Call: p.gate.Call, Tensors: p.tensors}}}, nil
+		p.mu.Lock()
+		all := slices.Collect(maps.Values(p.placed))
+		p.mu.Unlock()
+		for _, placed := range all { // why one has no place counts more than the end
+			p.wait(placed)
+		}
+		return &frame.Frame{Ends: []frame.End{{Call: p.call, Tensors: p.tensors}}}, nil
 	case err != nil && !errors.Is(err, io.EOF):
 		return nil, err
 	case first && (err != nil || f.Hello == nil):
@@ -121,28 +144,47 @@ func (p *pushConn) receive() (*frame.Frame, error) {
 		return nil, frame.Errorf(frame.InvalidArgument, "a second hello came; a push has only one")
 	case len(f.Summaries) > 0:
 		return nil, frame.Errorf(frame.InvalidArgument, "a summary came from the client; only a server sends summaries")
+	case len(f.Calls)+len(f.Credits)+len(f.Acks)+len(f.Cancels)+len(f.Dones)+len(f.Ends) > 0 || f.Drain != nil:
+		return nil, frame.Errorf(frame.InvalidArgument, "a push has descs, chunks and failures; calls, credits, acks and their like are of sessions")
 	case first:
-		p.gate.Call = f.Hello.Session
-	}
-	if err := p.gate.Pass(f); err != nil {
-		return nil, err
-	}
-	if first {
 		h := *f.Hello
 		h.AllowanceBytes, h.MaxOpenTensors, h.Lanes = 0, 0, 0
-		f.Hello = &h
+		p.call, f.Hello = h.Session, &h
 		f.Calls = append(f.Calls, frame.Call{ID: h.Session, Put: new(frame.Put)})
+	}
+	for i := range f.Descs {
+		d := &f.Descs[i]
+		if !d.Call.IsZero() {
+			f.Failures = append(f.Failures, frame.Failure{Tensor: d.Tensor, Code: frame.InvalidArgument, Message: "it belongs to a call; a push has no calls"})
+		}
+		d.Call, d.OnAllowance, d.RetainChunks, d.Held = p.call, false, 0, false
+		if err := p.announced(d); err != nil {
+			return nil, err
+		}
+	}
+	for _, x := range f.Failures {
+		if p.of(x.Tensor) == nil {
+			return nil, frame.Errorf(frame.NotFound, "failure of tensor %s, which was not announced", x.Tensor)
+		}
+		p.place(x.Tensor)
+	}
+	if f.HasChunk() && p.of(f.Chunk.Tensor) == nil {
+		return nil, frame.Errorf(frame.NotFound, "chunk %d of tensor %s, which was not announced; send its desc first", f.Chunk.Index, f.Chunk.Tensor)
 	}
 	return f, nil
 }
 
-// announced counts a new tensor.
+// announced counts a tensor, if it is new.
 func (p *pushConn) announced(d *frame.Desc) error {
+	if p.of(d.Tensor) != nil {
+		return nil
+	}
 	if p.tensors++; p.tensors > Tensors {
 		return frame.Errorf(frame.ResourceExhausted, "tensors of a push: the limit is %d; use several", Tensors)
 	}
 	p.mu.Lock()
 	p.open++
+	p.placed[d.Tensor] = make(chan struct{})
 	p.mu.Unlock()
 	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Conn.Take(kept + p.held.Load()) {
 		return serving.TryLater(reason.Memory, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
@@ -150,16 +192,53 @@ func (p *pushConn) announced(d *frame.Desc) error {
 	return nil
 }
 
+// of returns what is closed when a tensor has its place, or has ended; nil if it was not announced.
+func (p *pushConn) of(id tensor.ID) chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.placed[id]
+}
+
+// place lets the chunks of a tensor through: each has its place, or the tensor has ended.
+func (p *pushConn) place(id tensor.ID) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	placed := p.placed[id]
+	select {
+	case <-placed:
+	default:
+		if placed != nil {
+			close(placed)
+		}
+	}
+}
+
+// wait waits for a channel, or for the end of the push.
+func (p *pushConn) wait(placed <-chan struct{}) {
+	select {
+	case <-placed:
+	case <-p.Context().Done():
+	case <-p.session.Stopped():
+	}
+}
+
 // Send keeps what the machine says for the answer: nothing else reaches the client.
 func (p *pushConn) Send(f *frame.Frame, held interface{ Release() }) error {
 	if held != nil {
 		held.Release()
 	}
-	p.gate.Sent(f)
+	for _, c := range f.Credits {
+		p.place(c.Tensor)
+	}
+	for _, x := range f.Failures {
+		p.place(x.Tensor)
+	}
+	for _, s := range f.Summaries {
+		p.place(s.Tensor)
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, s := range f.Summaries {
-		p.gate.Over(s.Tensor)
 		p.open--
 		p.failed = p.failed || s.Code != frame.OK
 		s.Call = tensor.ID{}
