@@ -55,13 +55,13 @@ func TestGeneratedTensorsTakeTurns(t *testing.T) {
 	r, err := Generator()(t.Context(), map[string]string{"shape": "1000,1000"})
 	require.NoError(t, err)
 	defer r.Release()
-	_, held, err := r.View(t.Context(), 0, generatedBytes)
+	_, held, err := r.View(t.Context(), 0, background.PieceBytes)
 	require.NoError(t, err, "what takes no time waits for nobody")
 	held.Release()
 	ctx, leave := context.WithCancelCause(t.Context())
 	gone := errors.New("gone")
 	time.AfterFunc(time.Millisecond, func() { leave(gone) })
-	_, _, err = r.View(ctx, 0, generatedBytes+1)
+	_, _, err = r.View(ctx, 0, background.PieceBytes+1)
 	require.ErrorIs(t, err, gone)
 }
 
@@ -69,7 +69,7 @@ func TestAGeneratedTensorIsTheSameInViewsOfAnySize(t *testing.T) {
 	r, err := Generator()(t.Context(), map[string]string{"shape": "100000", "dtype": "complex64", "seed": "3"})
 	require.NoError(t, err)
 	defer r.Release()
-	for _, n := range []int64{generatedBytes - 1, generatedBytes, generatedBytes + 1, 3*generatedBytes + 5} {
+	for _, n := range []int64{background.PieceBytes - 1, background.PieceBytes, background.PieceBytes + 1, 3*background.PieceBytes + 5} {
 		data, held, err := r.View(t.Context(), 7, n)
 		require.NoError(t, err)
 		require.True(t, string(bytesAt(7, int(n), tensor.Complex64, 3, generate.FillNormal)) == string(data), n)

@@ -15,7 +15,4 @@ const (
 	// generatorCache is how many bytes a Generator keeps for its next views: a few chunks
 	// of a few pulls.
 	generatorCache = 16 << 20
-	// generatedBytes of a view are made at a time, in less than a millisecond: a view of no more
-	// takes no turn.
-	generatedBytes = 64 << 10
 )

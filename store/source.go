@@ -149,18 +149,11 @@ func (g *generated) View(ctx context.Context, off, n int64) ([]byte, Releaser, e
 	if err != nil {
 		return nil, nil, fmt.Errorf("store: generated tensor: %w", err)
 	}
-	var turn background.Turn
-	defer turn.End()
-	for part := range slices.Chunk(s.Bytes(), generatedBytes) {
-		if n > generatedBytes {
-			err = turn.Work(ctx)
-		}
-		if err != nil {
-			s.Release()
-			return nil, nil, err
-		}
-		generate.Bytes(part, off, g.desc.DType, g.seed, g.fill)
-		off += int64(len(part))
+	if err := background.Pieces(ctx, int(n), func(from, to int) {
+		generate.Bytes(s.Bytes()[from:to], off+int64(from), g.desc.DType, g.seed, g.fill)
+	}); err != nil {
+		s.Release()
+		return nil, nil, err
 	}
 	return s.Bytes(), s, nil
 }

@@ -19,8 +19,6 @@ const (
 	// a file has beside a tensor.
 	ringLeast = 64 << 10
 	ringExtra = 4 << 10
-	// freeBytes are hashed, parsed and gathered without a turn: in microseconds.
-	freeBytes = 64 << 10
 	// idBytes is the longest id of a tensor: it comes back with every chunk.
 	idBytes = 4 << 10
 	// answerBytes is how many bytes of ids an answer of ReceiveTensors has: 29 000 ids of 36.

@@ -95,9 +95,9 @@ func (r *receiver) end(id string, t *incoming, err error) error {
 // seed makes sums that nobody foresees.
 var seed = maphash.MakeSeed()
 
-// work takes the turn for n bytes. Few take no longer than the wait for it.
+// work takes the turn for n bytes.
 func (r *receiver) work(n int) error {
-	if n <= freeBytes {
+	if n <= background.PieceBytes {
 		return nil
 	}
 	return r.turn.Work(r.ctx)

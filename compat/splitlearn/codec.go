@@ -30,27 +30,11 @@ type maker struct {
 	hold func(bytes int64) error // sets memory aside for what is about to be made
 }
 
-// pieces calls step for each piece of so many bytes, in turns with other such work unless there is
-// only one.
-func (m maker) pieces(bytes int, step func(from, to int)) error {
-	var turn background.Turn
-	defer turn.End()
-	for at := 0; at < bytes; at += pieceBytes {
-		if bytes > pieceBytes {
-			if err := turn.Work(m.ctx); err != nil {
-				return err
-			}
-		}
-		step(at, min(at+pieceBytes, bytes))
-	}
-	return nil
-}
-
 // convert writes the elements of src to dst, as elements.Convert does.
 func (m maker) convert(dst []byte, to tensor.DataType, src []byte, from tensor.DataType) error {
 	const unit = 4 // bytes that count for an element
 	w, v := to.Bits()/8, from.Bits()/8
-	return m.pieces(len(src)/v*unit, func(a, b int) {
+	return background.Pieces(m.ctx, len(src)/v*unit, func(a, b int) {
 		elements.Convert(dst[a/unit*w:b/unit*w], to, src[a/unit*v:b/unit*v], from)
 	})
 }
@@ -112,7 +96,7 @@ func inflate(data []byte, size int64, m maker) ([]byte, error) {
 	}
 	made := make([]byte, size)
 	more := made[copy(made, probe[:n]):]
-	late := m.pieces(len(more), func(from, to int) {
+	late := background.Pieces(m.ctx, len(more), func(from, to int) {
 		if err == nil {
 			_, err = io.ReadFull(z, more[from:to])
 		}
@@ -165,7 +149,7 @@ func encode(t tensor.Tensor, c codec, m maker) (data []byte, dims []int32, err e
 	z := deflaters.Get().(*zlib.Writer) //nolint:forcetypeassert // as New
 	defer deflaters.Put(z)
 	z.Reset(&b)
-	err = m.pieces(len(data), func(from, to int) { _, _ = z.Write(data[from:to]) }) // a Buffer does not fail
+	err = background.Pieces(m.ctx, len(data), func(from, to int) { _, _ = z.Write(data[from:to]) }) // a Buffer does not fail
 	err = errors.Join(err, z.Close())
 	z.Reset(io.Discard) // and is not kept
 	return b.Bytes(), dims, err

@@ -132,7 +132,7 @@ func TestLargeMessagesTakeTurnsAndSmallOnesDoNot(t *testing.T) {
 	}
 	free := maker{t.Context(), func(int64) error { return nil }}
 	gone := errors.New("gone")
-	for n, want := range map[int32]error{pieceBytes / 4: nil, pieceBytes/4 + probeBytes: gone} {
+	for n, want := range map[int32]error{background.PieceBytes / 4: nil, background.PieceBytes/4 + probeBytes: gone} {
 		float := make([]byte, 4*n)
 		x := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{int64(n)}}, Data: float}
 		for name, work := range map[string]func(m maker) error{

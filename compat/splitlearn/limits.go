@@ -12,7 +12,6 @@ const (
 	// probeBytes of a stream are inflated before there is memory for all: elements that look
 	// like the beginning of a stream do not get as far.
 	probeBytes = 4 << 10
-	pieceBytes = 64 << 10 // inflated, deflated or converted at a time: a millisecond or two
 	// passes are kept for ComputeBackward at a time, for passAge, as theirs are.
 	passes  = 100
 	passAge = 60 * time.Second

@@ -45,3 +45,19 @@ func (t *Turn) End() {
 		<-turns
 	}
 }
+
+// Pieces calls step for each piece of so many bytes, in turns unless there is only one. When ctx
+// ends first it returns the cause.
+func Pieces(ctx context.Context, bytes int, step func(from, to int)) error {
+	var turn Turn
+	defer turn.End()
+	for at := 0; at < bytes; at += PieceBytes {
+		if bytes > PieceBytes {
+			if err := turn.Work(ctx); err != nil {
+				return err
+			}
+		}
+		step(at, min(at+PieceBytes, bytes))
+	}
+	return nil
+}
