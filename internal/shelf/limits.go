@@ -9,7 +9,7 @@ const (
 	// PageNames is how many names a List reads under one lock (some µs) and matches in one turn
 	// (10 ms for the worst glob).
 	PageNames = 1024
-	// viewBytes is how many bytes of released views a store of files keeps for reuse: two chunks
-	// each of several pulls.
+	// viewBytes is how many bytes of released views all stores of files keep for reuse: two
+	// chunks each of several pulls.
 	viewBytes = 32 << 20
 )

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
@@ -27,20 +28,20 @@ func NewMapped(file *tensorfile.Safetensors, after func()) *Mapped {
 	return m
 }
 
-// ViewPool returns a pool for the views of mapped files.
-func ViewPool() *slab.Pool { return slab.NewPool(viewBytes, slab.System) }
+// views has the memory of views of mapped files.
+var views = slab.NewPool(viewBytes, slab.System)
 
 // reader is the Reader of a tensor in a mapped file, which it holds.
 type reader struct {
-	pool *slab.Pool
 	info store.Info
 	data []byte
 	file *Mapped
+	keep func(codec.Digest)
 }
 
-// Open returns a Reader of the tensor that the file has under entry. It takes over the caller's
-// hold on the file, even if it fails.
-func (m *Mapped) Open(pool *slab.Pool, info store.Info, entry string) (store.Reader, error) {
+// Open returns a Reader of the tensor that the file has under entry, which gives keep the digest
+// if somebody computes it. It takes over the caller's hold on the file, even if it fails.
+func (m *Mapped) Open(info store.Info, entry string, keep func(codec.Digest)) (store.Reader, error) {
 	t, err := m.file.Tensor(entry)
 	if err == nil {
 		_, err = tensor.New(info.Desc, t.Data) // the file may have been replaced
@@ -49,13 +50,12 @@ func (m *Mapped) Open(pool *slab.Pool, info store.Info, entry string) (store.Rea
 		m.Release()
 		return nil, fmt.Errorf("store: tensor %q: its file has changed: %w", info.Name, err)
 	}
-	return m.Of(pool, info, t.Data), nil
+	return m.Of(info, t.Data, keep), nil
 }
 
-// Of returns a Reader of bytes that belong to the file, which it shares. It takes over the
-// caller's hold on the file.
-func (m *Mapped) Of(pool *slab.Pool, info store.Info, data []byte) store.Reader {
-	return &reader{pool: pool, info: info, data: data, file: m}
+// Of is Open for bytes that belong to the file, which it shares.
+func (m *Mapped) Of(info store.Info, data []byte, keep func(codec.Digest)) store.Reader {
+	return &reader{info, data, m, keep}
 }
 
 // Info implements store.Reader.
@@ -67,7 +67,7 @@ func (r *reader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser
 	if err := store.CheckRange(ctx, off, n, int64(len(r.data))); err != nil {
 		return nil, nil, err
 	}
-	s, err := r.pool.Get(int(n))
+	s, err := views.Get(int(n))
 	if err != nil {
 		return nil, nil, fmt.Errorf("store: tensor %q: %w", r.info.Name, err)
 	}
@@ -77,6 +77,9 @@ func (r *reader) View(ctx context.Context, off, n int64) ([]byte, store.Releaser
 	}
 	return s.Bytes(), s, nil
 }
+
+// Digested implements store.DigestKeeper.
+func (r *reader) Digested(d codec.Digest) { r.keep(d) }
 
 // Release implements store.Reader.
 func (r *reader) Release() { r.file.Release() }

@@ -15,9 +15,7 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/shelf"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -45,8 +43,7 @@ type Store struct {
 	dir    string
 	prefix string // prefix of all names
 	config Config
-	pool   *slab.Pool // for views
-	limit  int        // of tensors in all files: maxTensors, except in tests
+	limit  int // of tensors in all files: maxTensors, except in tests
 
 	scanning sync.Mutex // guards scan; taken before the lock of index
 	scan     scan
@@ -55,10 +52,7 @@ type Store struct {
 	index shelf.Index[*part]
 }
 
-var (
-	_ store.Store        = (*Store)(nil)
-	_ store.DigestKeeper = reader{}
-)
+var _ store.Store = (*Store)(nil)
 
 // Open opens the model files below the folder dir and reads their headers. The caller
 // closes the store.
@@ -73,7 +67,7 @@ func Open(dir string, config Config) (*Store, error) {
 	if info, err := os.Stat(dir); err == nil && !info.IsDir() {
 		return nil, fmt.Errorf("store: %s is not a folder", dir)
 	}
-	f := &Store{dir: dir, config: config, limit: maxTensors, pool: shelf.ViewPool(), scan: scan{files: map[string]*wholeFile{}}}
+	f := &Store{dir: dir, config: config, limit: maxTensors, scan: scan{files: map[string]*wholeFile{}}}
 	if name := strings.TrimSuffix(config.Name, "/"); name != "" {
 		if err := store.CheckName(name); err != nil {
 			return nil, err
@@ -159,19 +153,4 @@ func (f *Store) Close() error {
 	f.index.Lock()
 	defer f.index.Unlock()
 	return f.index.Close()
-}
-
-// reader is the Reader of a part.
-type reader struct {
-	store.Reader
-	files *Store
-	part  *part
-}
-
-// Digested implements DigestKeeper. A part keeps its digest for as long as its file is the
-// one that was read.
-func (r reader) Digested(d codec.Digest) {
-	r.files.index.Lock()
-	defer r.files.index.Unlock()
-	r.part.info.Digest = d
 }

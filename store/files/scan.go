@@ -310,12 +310,13 @@ func (f *Store) openKnown(name string, fresh bool) (store.Reader, error) {
 		}
 		info.Digest = codec.Digest{} // the old digest is of the old file
 	}
+	keep := func(d codec.Digest) { // for as long as the file is the one that was read
+		f.index.Lock()
+		defer f.index.Unlock()
+		p.info.Digest = d
+	}
 	if p.document != nil {
-		return reader{p.whole.mapped.Of(f.pool, info, p.document), f, p}, nil
+		return p.whole.mapped.Of(info, p.document, keep), nil
 	}
-	r, err := p.whole.mapped.Open(f.pool, info, p.name)
-	if err != nil {
-		return nil, err
-	}
-	return reader{r, f, p}, nil
+	return p.whole.mapped.Open(info, p.name, keep)
 }

@@ -25,7 +25,6 @@ import (
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/shelf"
-	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/store/files"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -50,7 +49,6 @@ type Config struct {
 type Store struct {
 	dir    string
 	config Config
-	pool   *slab.Pool // for views
 	lock   *os.File
 	locked fs.FileInfo // identifies lock
 	disk
@@ -147,7 +145,7 @@ func Open(dir string, config Config) (*Store, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("store: %w", err), lock.Close())
 	}
-	f := &Store{dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk, pool: shelf.ViewPool()}
+	f := &Store{dir: dir, config: config, lock: lock, locked: locked, disk: systemDisk}
 	// First of all checkFolder: otherwise the temporary files belong to another store.
 	for _, step := range []func() error{f.checkFolder, f.readManifest, f.finish, f.load} {
 		if err := step(); err != nil {
@@ -303,7 +301,7 @@ func (f *Store) Open(_ context.Context, name string) (store.Reader, error) {
 		p.Release()
 		return nil, err
 	}
-	return p.mapped.Open(f.pool, p.info, pushedEntry)
+	return p.mapped.Open(p.info, pushedEntry, func(codec.Digest) {}) // it has one
 }
 
 // mapFile maps p's file. The mapping takes over a hold on p, unless there is an error.
