@@ -13,9 +13,6 @@ import (
 	"github.com/tensorferry/tensorferry/store/storetest"
 )
 
-// pageNames is how many tensors Each lists at a time.
-const pageNames = 1024
-
 // collect returns what seq yields, and the error that it ends with.
 func collect[T any](seq iter.Seq2[T, error]) (all []T, err error) {
 	for v, e := range seq {
@@ -31,7 +28,7 @@ func collect[T any](seq iter.Seq2[T, error]) (all []T, err error) {
 func TestEachYieldsAllThatMatchPageByPage(t *testing.T) {
 	m := storetest.Close(t, memory.New(testkit.Pool(t), 16<<20))
 	var names []string
-	for i := range 2*pageNames + 1 {
+	for i := range 2*store.PageNames + 1 {
 		names = append(names, fmt.Sprintf("%05d", i))
 		storetest.Put(t, m, names[i], nil)
 	}
@@ -44,8 +41,8 @@ func TestEachYieldsAllThatMatchPageByPage(t *testing.T) {
 		return got
 	}
 	require.Equal(t, names, of(""))
-	require.Equal(t, names[:pageNames], func() []string { // a page, and nothing after it
-		storetest.Remove(t, m, names[pageNames:]...)
+	require.Equal(t, names[:store.PageNames], func() []string { // a page, and nothing after it
+		storetest.Remove(t, m, names[store.PageNames:]...)
 		return of("*")
 	}())
 	require.Equal(t, []string{"00007"}, of("*0007"))
@@ -58,7 +55,7 @@ func TestEachYieldsAllThatMatchPageByPage(t *testing.T) {
 		storetest.Remove(t, m, info.Name)
 		seen++
 	}
-	require.Equal(t, pageNames, seen)
+	require.Equal(t, store.PageNames, seen)
 	require.NoError(t, m.Close())
 	_, err = collect(store.Each(t.Context(), m, ""))
 	require.ErrorIs(t, err, store.ErrClosed)

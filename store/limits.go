@@ -8,10 +8,9 @@ const (
 	MaxMetadata = 32 << 10
 	// MaxSet is the maximum number of tensors in a set: all that a folder holds by default.
 	MaxSet = 1 << 16
-	// pageNames is how many tensors Each lists at a time: see shelf.PageNames.
-	pageNames = 1024
-	// quoted is how many characters of a peer's value an error quotes: all of a valid one.
-	quoted = 64
+	// PageNames is how many tensors Each lists at a time, and of how many a store reads the names
+	// under one lock (some µs) and matches them in one turn (10 ms for the worst glob).
+	PageNames = 1024
 	// generatorCache is how many bytes a Generator keeps for its next views: a few chunks
 	// of a few pulls.
 	generatorCache = 16 << 20

@@ -113,7 +113,7 @@ type generated struct {
 func (g *generated) parse(params map[string]string) (err error) {
 	for key := range params {
 		if !slices.Contains(generatorParams, key) {
-			return fmt.Errorf("%w: no parameter %.*q; known are %s", ErrParams, quoted, key, strings.Join(generatorParams, ", "))
+			return fmt.Errorf("%w: no parameter %.64q; known are %s", ErrParams, key, strings.Join(generatorParams, ", "))
 		}
 	}
 	shape, shaped := params["shape"]
@@ -121,7 +121,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 		return fmt.Errorf("%w: shape is missing; give one such as 1000,64, or an empty one for a scalar", ErrParams)
 	}
 	if g.desc.Shape, err = tensor.ParseShape(shape); err != nil {
-		return fmt.Errorf("%w: shape %.*q: %w", ErrParams, quoted, shape, err)
+		return fmt.Errorf("%w: shape %.64q: %w", ErrParams, shape, err)
 	}
 	if g.desc.DType, err = tensor.ParseDataType(cmp.Or(params["dtype"], "float32")); err != nil {
 		return fmt.Errorf("%w: dtype: %w", ErrParams, err)
@@ -130,7 +130,7 @@ func (g *generated) parse(params map[string]string) (err error) {
 		return fmt.Errorf("%w: %w", ErrParams, err)
 	}
 	if g.seed, err = strconv.ParseUint(cmp.Or(params["seed"], "0"), 10, 64); err != nil {
-		return fmt.Errorf("%w: seed %.*q is not a whole number from 0 to 2^64-1", ErrParams, quoted, params["seed"])
+		return fmt.Errorf("%w: seed %.64q is not a whole number from 0 to 2^64-1", ErrParams, params["seed"])
 	}
 	if g.fill, err = generate.ParseFill(params["fill"], g.desc.DType); err != nil {
 		return fmt.Errorf("%w: %w", ErrParams, err)

@@ -264,7 +264,7 @@ func CheckRange(ctx context.Context, off, n, size int64) error {
 func Each(ctx context.Context, s Store, glob string) iter.Seq2[Info, error] {
 	return func(yield func(Info, error) bool) {
 		for after := ""; ; {
-			page, err := s.List(ctx, glob, after, pageNames)
+			page, err := s.List(ctx, glob, after, PageNames)
 			if err != nil {
 				yield(Info{}, err)
 				return
@@ -274,7 +274,7 @@ func Each(ctx context.Context, s Store, glob string) iter.Seq2[Info, error] {
 					return
 				}
 			}
-			if len(page) < pageNames {
+			if len(page) < PageNames {
 				return
 			}
 			after = page[len(page)-1].Name

@@ -13,6 +13,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // received is a tensor that came whole.
@@ -46,7 +47,7 @@ func modelled(most limits, list []*pb.TensorChunk) (whole []received, code frame
 		}
 		open[id][n] = c.GetData()
 		var data []byte
-		r, next := torchsave.NewReader(tensorBytes), uint32(0)
+		r, next := torchsave.NewReader(terms.DefaultLimits().TensorBytes), uint32(0)
 		for ; open[id][next] != nil; next++ {
 			for p := open[id][next]; len(p) > 0; {
 				part, rest, err := r.Next(p)

@@ -10,15 +10,10 @@ const (
 	Idle = time.Hour
 	// chunkBytes is the size of the chunks sent: what the contract's own server sends.
 	chunkBytes = 1 << 20
-	// tensorBytes is the largest tensor received, of a call as in terms.DefaultLimits: a few
-	// hundred bytes may say that they are terabytes.
-	tensorBytes = 16 << 30
 	// ringBytes is how much of a result waits for its client while the model goes on.
 	ringBytes = 8 << 20
-	// ringLeast is the same of a small input, whose result may be larger, and ringExtra what
-	// a file has beside a tensor.
-	ringLeast = 64 << 10
-	ringExtra = 4 << 10
+	// ringExtra is what a result that waits may have beyond its input.
+	ringExtra = 64 << 10
 	// idBytes is the longest id of a tensor: it comes back with every chunk.
 	idBytes = 4 << 10
 	// answerBytes is how many bytes of ids an answer of ReceiveTensors has: 29 000 ids of 36.

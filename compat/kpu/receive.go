@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // sink takes a tensor. Its functions copy what they are given.
@@ -114,7 +115,7 @@ func (r *receiver) chunk(id string, c *pb.TensorChunk) error {
 	case len(id) > idBytes || t == nil && (len(r.open) == r.most.open || int64(total) > r.most.chunks-r.chunks):
 		return frame.Errorf(frame.ResourceExhausted, "one RPC may have %d incomplete tensors of %d chunks together, with ids of %d bytes", r.most.open, r.most.chunks, idBytes)
 	case t == nil:
-		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]*slab.Slab), file: torchsave.NewReader(tensorBytes)}
+		t = &incoming{sink: r.begin(id), total: total, sums: make(map[uint32]uint64), early: make(map[uint32]*slab.Slab), file: torchsave.NewReader(terms.DefaultLimits().TensorBytes)}
 		r.open[id] = t
 		r.chunks += int64(total)
 	}

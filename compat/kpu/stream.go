@@ -93,7 +93,7 @@ func (t *running) open(d tensor.Desc) error {
 	}
 	size, err := d.Bytes()
 	if err == nil {
-		size = min(max(size+ringExtra, ringLeast), ringBytes)
+		size = min(size+ringExtra, ringBytes)
 		t.ring, err = t.models.Buffer(size - size%min(size, chunkBytes)) // whole chunks
 	}
 	if err != nil {

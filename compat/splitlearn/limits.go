@@ -15,7 +15,6 @@ const (
 	// passes are kept for ComputeBackward at a time, for passAge, as theirs are.
 	passes  = 100
 	passAge = 60 * time.Second
-	idBytes = 512 // of a pass's name, as of any other
 	// leaseIdle is how long a lease without passes outlasts its last use: taking it again is two
 	// calls. Giving it up may take leaseWait.
 	leaseIdle   = time.Second

@@ -102,8 +102,8 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 	var out []server.Tensor
 	if !p.trains || !req.GetTrainingMode() {
 		out, _, err = s.models.Compute(ctx, server.Request{Model: p.Name}, in, tensorBytes)
-	} else if id := cmp.Or(req.GetForwardId(), uuid.NewString()); len(id) > idBytes {
-		err = invalid("forward_id has %d bytes; at most %d are kept", len(id), idBytes)
+	} else if id := cmp.Or(req.GetForwardId(), uuid.NewString()); len(id) > frame.NameBytes {
+		err = invalid("forward_id has %d bytes; at most %d are kept", len(id), frame.NameBytes)
 	} else {
 		resp.ForwardId = &id
 		out, err = s.forward(ctx, p.Name, id, in)

@@ -16,12 +16,8 @@ import (
 // ErrPattern is wrapped when a pattern is malformed or longer than MaxBytes.
 var ErrPattern = errors.New("glob: bad pattern")
 
-const (
-	// MaxBytes is the longest pattern in bytes: that of a name.
-	MaxBytes = 512
-	// quoted is how many characters of a peer's pattern an error quotes.
-	quoted = 64
-)
+// MaxBytes is the longest pattern in bytes: that of a name.
+const MaxBytes = 512
 
 // Glob is a compiled pattern. It follows all ways to match at once, a bit for each:
 // path.Match backtracks, which takes fifty times as long for a bad pattern and long
@@ -61,7 +57,7 @@ func Parse(pattern string) (*Glob, error) {
 		return nil, fmt.Errorf("%w: %d bytes, the limit is %d", ErrPattern, len(pattern), MaxBytes)
 	}
 	if _, err := path.Match(pattern, ""); err != nil {
-		return nil, fmt.Errorf("%w: %.*q: * and ? stand for all but a slash, ** for all, [a-z] for one of a range", ErrPattern, quoted, pattern)
+		return nil, fmt.Errorf("%w: %.64q: * and ? stand for all but a slash, ** for all, [a-z] for one of a range", ErrPattern, pattern)
 	}
 	g := new(Glob)
 	for rest := pattern; rest != ""; {

@@ -57,10 +57,10 @@ var layers = map[string][]string{
 	"store":             {"codec", "internal/background", "internal/glob", "slab", "store/generate", "tensor", "tensorfile"},
 	"store/generate":    {"internal/minifloat", "tensor"},
 
-	"internal/shelf": {"internal/background", "internal/fault", "internal/glob", "slab", "store", "tensor", "tensorfile"},
+	"internal/shelf": {"codec", "internal/background", "internal/fault", "internal/glob", "slab", "store", "tensor", "tensorfile"},
 	"store/memory":   {"codec", "internal/shelf", "slab", "store", "tensor"},
-	"store/files":    {"codec", "internal/shelf", "slab", "store", "tensor", "tensorfile"},
-	"store/folder":   {"codec", "internal/shelf", "slab", "store", "store/files", "tensor", "tensorfile"},
+	"store/files":    {"codec", "internal/shelf", "store", "tensor", "tensorfile"},
+	"store/folder":   {"codec", "internal/shelf", "store", "store/files", "tensor", "tensorfile"},
 
 	"engine/cpu":         {"engine", "engine/blocks", "engine/builtin", "engine/stack", "slab", "tensor"},
 	"engine/worker":      {"engine", "engine/blocks", "internal/link", "internal/proc", "slab", "tensor"},

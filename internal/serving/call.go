@@ -106,7 +106,7 @@ func (c *call) start(part *frame.Call) {
 
 // Millis converts a caller's timeout in milliseconds, without overflow.
 func Millis(n uint64) time.Duration {
-	return time.Duration(min(n, uint64(maxTimeout/time.Millisecond))) * time.Millisecond
+	return time.Duration(min(n, uint64(math.MaxInt64/time.Millisecond))) * time.Millisecond
 }
 
 // serve runs the call, from looking up its model to returning its memory. An error means
@@ -139,9 +139,10 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	return nil
 }
 
-// TableBytes returns how many bytes of a tensor's chunk table are charged to the budget.
+// TableBytes returns how many bytes of a tensor's chunk table are charged to the budget: those
+// beyond what a session retains anyway.
 func TableBytes(chunks uint32) int64 {
-	return max(0, int64(chunks)-tableFree) * assembler.ChunkOverhead
+	return max(0, int64(chunks)-frame.AllowanceChunks) * assembler.ChunkOverhead
 }
 
 // TakeTable takes bytes of chunk tables, which may be 0.

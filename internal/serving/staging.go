@@ -15,7 +15,7 @@ import (
 func (c *Core) promise(most uint32, tensors int) (granted uint32, promised int64) {
 	pages := slab.PagesOf(1) * int64(tensors)
 	left := (c.Budget.Limit()/allowancesShare - c.promised) / promiseShare
-	granted = uint32(min(int64(most), max(left-pages, 0))) &^ (promiseUnit - 1)
+	granted = uint32(min(int64(most), max(left-pages, 0)))
 	if granted == 0 {
 		return 0, 0
 	}

@@ -20,7 +20,7 @@ type Index[T interface{ About() *store.Info }] struct {
 	ByName     map[string]T // changed by the methods only
 	names      []string     // sorted
 	closed     bool
-	sets       []string // the names of the last sets, in the order of their commits
+	sets       []string // the names of the last two of the largest sets, or of more, in the order of their commits
 	forgot     int64    // how many names of earlier sets are not in sets any more
 }
 
@@ -93,7 +93,7 @@ func (x *Index[T]) List(ctx context.Context, pattern, after string, most int) (f
 			}
 			after = name
 		}
-		if len(names) < PageNames {
+		if len(names) < store.PageNames {
 			return found, nil
 		}
 	}
@@ -120,7 +120,7 @@ func (x *Index[T]) page(after, prefix string) ([]string, error) {
 	if there && after >= prefix {
 		i++
 	}
-	return slices.Clone(x.names[i:min(i+PageNames, len(x.names))]), nil
+	return slices.Clone(x.names[i:min(i+store.PageNames, len(x.names))]), nil
 }
 
 // Close closes the store once.
@@ -147,7 +147,7 @@ func (x *Index[T]) Changed(after int64) (names []string, now int64, known bool) 
 func (x *Index[T]) Put(values ...T) (replaced []T) {
 	var fresh []string
 	if len(values) > 1 {
-		if over := len(x.sets) + len(values) - keptNames; over > 0 {
+		if over := len(x.sets) + len(values) - 2*store.MaxSet; over > 0 {
 			x.sets = slices.Delete(x.sets, 0, over)
 			x.forgot += int64(over)
 		}

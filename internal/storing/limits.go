@@ -11,11 +11,10 @@ const (
 	// commits is how many tensors of a push are made durable concurrently: a disk completes
 	// several fsyncs as fast as one.
 	commits = 4
-	// recordsKept, recordTensors and recordTensorsKept limit what is remembered of ended
-	// transfers: up to 16 MB, with 900 bytes per tensor, mostly its name and the beginning
-	// of its message, of which recordMessage bytes are kept.
+	// recordsKept and recordTensorsKept limit what is remembered of ended transfers: up to
+	// 16 MB, with 900 bytes per tensor, mostly its name and the beginning of its message, of
+	// which recordMessage bytes are kept. Of one transfer, the last Tensors are.
 	recordsKept       = 1024
-	recordTensors     = 1024
 	recordTensorsKept = 8 << 10
 	recordMessage     = 256
 	// pushedBytes is what a push keeps per tensor until its answer, and a set until it is

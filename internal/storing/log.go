@@ -26,7 +26,7 @@ type record struct {
 	session *serving.Session // of an open transfer
 	all     bool             // a set
 	stored  bool             // all of it is, however its call ends
-	tensors []*progress      // the last recordTensors that were announced
+	tensors []*progress      // the last Tensors that were announced
 	bytes   atomic.Int64
 }
 
@@ -84,7 +84,7 @@ func (l *transferLog) tensor(r *record, id tensor.ID, name string, size uint64) 
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	p := &progress{TensorState: TensorState{Summary: frame.Summary{Tensor: id, Name: name, SizeBytes: size}, Open: true}}
-	if len(r.tensors) == recordTensors {
+	if len(r.tensors) == Tensors {
 		r.tensors[0] = nil
 		r.tensors = r.tensors[1:]
 	}

@@ -28,7 +28,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 	testkit.Start(t)
 	const limit = 16 << 20
 	for what, perTransfer := range map[string]int{
-		"few transfers, many tensors": 2 * recordTensors, // of which the last are kept
+		"few transfers, many tensors": 2 * Tensors, // of which the last are kept
 		"many transfers, few tensors": recordTensorsKept / recordsKept,
 	} {
 		t.Run(what, func(t *testing.T) {
@@ -48,7 +48,7 @@ func TestRecordsOfTheWorstTransfersTakeNoMoreThanTheySay(t *testing.T) {
 				rs.end(r, frame.Internal, failed)
 			}
 			require.LessOrEqual(t, rs.kept, recordTensorsKept)
-			require.Greater(t, rs.kept, recordTensorsKept-2*recordTensors, "the worst was not reached")
+			require.Greater(t, rs.kept, recordTensorsKept-2*Tensors, "the worst was not reached")
 			require.Less(t, heap()-before, int64(limit))
 			runtime.KeepAlive(rs)
 		})

@@ -37,7 +37,7 @@ func reserveDisk(f *os.File, n int64) error {
 
 // writeViews writes views to off, many with one system call.
 func writeViews(f *os.File, off int64, views [][]byte) error {
-	for batch := range slices.Chunk(views, maxViews) {
+	for batch := range slices.Chunk(views, 1024) { // IOV_MAX
 		n, err := unix.Pwritev(int(f.Fd()), batch, off)
 		if errors.Is(err, unix.EINTR) {
 			n, err = 0, nil

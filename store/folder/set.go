@@ -172,7 +172,7 @@ func (f *Store) readManifest() error {
 		return fmt.Errorf("store: %w", err)
 	}
 	defer file.Close()
-	text, err := io.ReadAll(io.LimitReader(file, manifestBytes+1))
+	text, err := io.ReadAll(io.LimitReader(file, store.MaxSet*128))
 	if err != nil {
 		return fmt.Errorf("store: %w", err)
 	}

@@ -16,9 +16,6 @@ import (
 // ErrFill is wrapped when there is no such fill, or not for a data type.
 var ErrFill = errors.New("generate: bad fill")
 
-// quoted is how many characters of a value an error quotes.
-const quoted = 64
-
 // Fill says what a generated tensor holds.
 type Fill string
 
@@ -51,7 +48,7 @@ func ParseFill(name string, d tensor.DataType) (Fill, error) {
 	case name == "":
 		return FillNormal, nil
 	case !slices.Contains(Fills(), name):
-		return "", fmt.Errorf("%w: %.*q is not a fill; known: %v", ErrFill, quoted, name, Fills())
+		return "", fmt.Errorf("%w: %.64q is not a fill; known: %v", ErrFill, name, Fills())
 	case name == string(FillNormal) && d.Whole():
 		return "", fmt.Errorf("%w: fill normal is for floats and complex numbers, not for %v; use uniform", ErrFill, d)
 	}

@@ -9,7 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"pgregory.net/rapid"
 
-	"github.com/tensorferry/tensorferry/internal/shelf"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
@@ -125,10 +124,10 @@ func TestACacheThatIsAllInUseIsFull(t *testing.T) {
 
 func TestAListIsLongerThanAPage(t *testing.T) {
 	m := storetest.Close(t, New(testkit.Pool(t), 16*mib))
-	for i := range 2*shelf.PageNames + 1 {
+	for i := range 2*store.PageNames + 1 {
 		storetest.Put(t, m, fmt.Sprintf("%05d", i), nil)
 	}
-	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 1<<20)), 2*shelf.PageNames+1)
+	require.Len(t, testkit.Must(m.List(t.Context(), "", "", 1<<20)), 2*store.PageNames+1)
 	require.Len(t, testkit.Must(m.List(t.Context(), "*7", "", 1<<20)), 204+1)
 	require.Equal(t, "02048", testkit.Must(m.List(t.Context(), "*8", "02039", 1))[0].Name)
 }
