@@ -402,9 +402,12 @@ func TestALaneThatTheServerHasNoRoomForIsTriedAgainAndAgain(t *testing.T) {
 	}
 	for refused := int64(0); refused <= lane.Uses; { // more often than a token opens lanes
 		before := refused
+		ctx, cancel := context.WithCancel(t.Context())
+		call, err := s.Call(ctx, client.Request{Model: "echo", Inputs: []client.Input{client.From("", x)}})
+		require.NoError(t, err)
+		cancel() // a lane has been asked for, which is enough
+		_, _ = call.Wait()
 		testkit.Eventually(t, func() bool {
-			_, err := s.Compute(t.Context(), "echo", x)
-			require.NoError(t, err)
 			info, err := others[0].Info(t.Context())
 			require.NoError(t, err)
 			refused = info.Counters["lanes_refused_total"]
