@@ -12,7 +12,6 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -192,9 +191,8 @@ func TestAServerSaysThatItsDeviceIsLostAndEndsWithItIfAsked(t *testing.T) {
 }
 
 func TestTheProgramNeedsNoNewSystemAndNothingOfCUDA(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "tensorferry")
-	out, err := program(t, "go", "build", "-o", path, ".").CombinedOutput()
-	require.NoError(t, err, "%s", out)
+	path, err := os.Executable() // which has all that the program has
+	require.NoError(t, err)
 	f, err := elf.Open(path)
 	require.NoError(t, err)
 	defer f.Close()

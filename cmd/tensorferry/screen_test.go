@@ -221,6 +221,9 @@ func TestWhatATerminalShowsOfProgress(t *testing.T) {
 		},
 	} {
 		for _, columns := range []int{80, 120} {
+			if columns == 120 && !strings.HasSuffix(name, " of 6") {
+				continue // a wider bar differs in nothing else
+			}
 			t.Run(fmt.Sprintf("%s/%d columns", name, columns), func(t *testing.T) {
 				t.Parallel() // most of its time is waiting
 				begin := func() (*terminal, *gate) {
