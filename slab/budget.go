@@ -70,7 +70,7 @@ type Budget struct {
 	kept    int64 // bytes free in them
 	holders map[*Principal]int64
 	queue   []*waiter
-	spare   []func() bool // of Reclaim
+	spare   func() bool // of Reclaim; nil without one
 }
 
 type waiter struct {
@@ -197,13 +197,13 @@ func (b *Budget) Hold(holder *Principal, n int64) {
 	b.grant(holder, n)
 }
 
-// Reclaim registers spare, which is called when an amount does not fit. It releases what is
+// Reclaim says what is called when an amount does not fit. Spare releases what is
 // not needed now and reports whether it did; then it is called again, while the amount still
 // does not fit. It must not block, and must not take from this budget.
 func (b *Budget) Reclaim(spare func() bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.spare = append(b.spare, spare)
+	b.spare = spare
 }
 
 // Waited reports whether somebody waits for an amount.
@@ -216,13 +216,10 @@ func (b *Budget) Waited() bool {
 // reclaim makes room for n bytes as far as that is possible. It is called with the
 // lock, and gives it away for a while.
 func (b *Budget) reclaim(holder *Principal, n int64) {
-	for more := true; more && !b.fits(holder, n); {
-		more = false
-		for _, spare := range b.spare {
-			b.mu.Unlock()
-			more = spare() || more
-			b.mu.Lock()
-		}
+	for more := b.spare != nil; more && !b.fits(holder, n); {
+		b.mu.Unlock()
+		more = b.spare()
+		b.mu.Lock()
 	}
 }
 

@@ -363,7 +363,7 @@ func TestABlockOfItemsAllocatesNothing(t *testing.T) {
 func TestALayerOfALongItemStopsWhenItsCallEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	for _, s := range []stack.Step{{Kind: "relu"}, {Kind: "silu"}, {Kind: "softmax"}, {Kind: "scale", Factor: 2}, {Kind: "gated", Out: 1, Activation: "sigmoid"}} {
+	for _, s := range []stack.Step{{Kind: "activation", Activation: "silu"}, {Kind: "softmax"}, {Kind: "scale", Factor: 2}, {Kind: "gated", Out: 1, Activation: "sigmoid"}} {
 		t.Run(s.Kind, func(t *testing.T) {
 			x := tile{rows: 1, width: 2, x: []float32{-3, 7}, y: make([]float32, 2)}
 			given := x

@@ -12,18 +12,16 @@ import (
 
 // kernels make what computes a step of each kind.
 var kernels = map[string]func(*stack.Step) kernel{
-	"linear":    linear,
-	"relu":      elementwise(activations["relu"]),
-	"gelu":      gelu,
-	"silu":      elementwise(activations["silu"]),
-	"layernorm": norm,
-	"rmsnorm":   norm,
-	"residual":  residual,
-	"scale":     scale,
-	"softmax":   func(*stack.Step) kernel { return perRow(softmax) },
-	"positions": positions,
-	"attention": attention,
-	"gated":     gated,
+	"linear":     linear,
+	"activation": func(s *stack.Step) kernel { return elementwise(activations[s.Activation]) },
+	"layernorm":  norm,
+	"rmsnorm":    norm,
+	"residual":   residual,
+	"scale":      scale,
+	"softmax":    func(*stack.Step) kernel { return perRow(softmax) },
+	"positions":  positions,
+	"attention":  attention,
+	"gated":      gated,
 }
 
 // activations are computed in float64 and rounded once.
@@ -75,13 +73,12 @@ func linear(s *stack.Step) kernel {
 	}
 }
 
-func elementwise(f func(float32) float32) func(*stack.Step) kernel {
-	each := perRow(func(x []float32) {
+func elementwise(f func(float32) float32) kernel {
+	return perRow(func(x []float32) {
 		for i, v := range x {
 			x[i] = f(v)
 		}
 	})
-	return func(*stack.Step) kernel { return each }
 }
 
 func perRow(f func(x []float32)) kernel {
@@ -99,14 +96,6 @@ func (t *tile) each(ctx context.Context, f func(r int)) {
 		}
 		f(r)
 	}
-}
-
-// gelu is x·Φ(x), or its approximation.
-func gelu(s *stack.Step) kernel {
-	if s.Tanh {
-		return elementwise(activations["gelu_tanh"])(s)
-	}
-	return elementwise(activations["gelu"])(s)
 }
 
 // gated is one half of x, activated, times the other.
@@ -254,7 +243,7 @@ func residual(s *stack.Step) kernel {
 
 func scale(s *stack.Step) kernel {
 	factor := s.Factor
-	return elementwise(func(x float32) float32 { return factor * x })(s)
+	return elementwise(func(x float32) float32 { return factor * x })
 }
 
 // softmax subtracts the largest element, so that no exponential overflows.

@@ -70,7 +70,7 @@ func newDevice(d *driver, c Config, about Device) (*device, error) {
 	}
 	v.c.driver, v.c.ordinal = d.c, C.CUdevice(c.Device)
 	v.more.L = &v.mu
-	v.pinned = newPinned(d, v.c, c.PinnedBytes)
+	v.pinned = &pinned{driver: d, dev: v.c, most: c.PinnedBytes}
 	for range lanes {
 		v.idle = append(v.idle, &lane{device: v, c: (*C.tf_lane)(C.calloc(1, C.sizeof_tf_lane))})
 	}

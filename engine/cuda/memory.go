@@ -44,10 +44,6 @@ type piece struct {
 
 type span struct{ at, n int }
 
-func newPinned(d *driver, dev *C.tf_device, most int64) *pinned {
-	return &pinned{driver: d, dev: dev, most: most}
-}
-
 // begin locks the first piece.
 func (p *pinned) begin() error {
 	p.mu.Lock()

@@ -196,37 +196,23 @@ func (c *compiled) free(v *device) {
 // align rounds bytes up to what every access of a kernel is aligned to.
 func align(n int64) int64 { return (n + 255) &^ 255 }
 
-// activations are what kernels call those of linear and gated layers.
+// activations are what kernels call them.
 var activations = map[string]kernels.Activation{
 	"relu": kernels.ReLU, "gelu": kernels.GELU, "gelu_tanh": kernels.GELUTanh, "silu": kernels.SiLU, "sigmoid": kernels.Sigmoid,
-}
-
-// activation is what the step is, None if it is none.
-func activation(s *stack.Step) kernels.Activation {
-	if s.Tanh {
-		return kernels.GELUTanh
-	}
-	return activations[s.Kind]
 }
 
 // compile makes launches of a model's steps.
 func compile(m *stack.Model) (c compiled, err error) {
 	for i := 0; i < len(m.Steps); i++ {
 		s := &m.Steps[i]
-		switch a := activation(s); {
+		switch {
 		case s.Kind == "linear":
 			a := kernels.None
-			if i+1 < len(m.Steps) {
-				a = activation(&m.Steps[i+1])
+			if i+1 < len(m.Steps) && m.Steps[i+1].Kind == "activation" {
+				i++ // computed with it
+				a = activations[m.Steps[i].Activation]
 			}
 			c.linear(s, a)
-			if a != kernels.None {
-				i++ // computed with it
-			}
-		case a != kernels.None:
-			c.layers = append(c.layers, func(l *lane, p *place) {
-				add(l, kernels.ActivateF32{X: p.x, N: p.n(), Activation: a})
-			})
 		case others[s.Kind] == nil:
 			return c, fmt.Errorf("%w: layer %d: %s does not run on a GPU", engine.ErrUnavailable, i, s.Kind)
 		default:
@@ -236,8 +222,12 @@ func compile(m *stack.Model) (c compiled, err error) {
 	return c, nil
 }
 
-// others make what computes a step that is neither linear nor an activation.
+// others make what computes a step that is not linear.
 var others = map[string]func(*compiled, *stack.Step) layer{
+	"activation": func(_ *compiled, s *stack.Step) layer {
+		a := activations[s.Activation]
+		return func(l *lane, p *place) { add(l, kernels.ActivateF32{X: p.x, N: p.n(), Activation: a}) }
+	},
 	"scale": func(_ *compiled, s *stack.Step) layer {
 		factor := s.Factor
 		return func(l *lane, p *place) { add(l, kernels.ScaleF32{X: p.x, N: p.n(), Factor: factor}) }

@@ -34,17 +34,16 @@ type Model struct {
 // linear to 3·width, for the queries, keys and values of all heads; the attention itself, from 3·width
 // to width; and a linear.
 type Step struct {
-	Kind         string // as in Layer
+	Kind         string // as in Layer, or activation: a relu, gelu or silu
 	In, Out      int    // widths
 	Weight, Bias []float32
 	DType        tensor.DataType // linear, embedding, positions: of the tensor that Weight was read from
 	Eps          float64
 	Factor       float32
-	Tanh         bool // gelu: approximated
 	Add          bool // residual: add, not start
 	Heads        int  // attention
 	Causal       bool
-	Activation   string // gated
+	Activation   string // activation, gated
 }
 
 // Info describes m to engines: x of [… In] becomes y of [… Out]. The rows are all axes but the last, or
@@ -127,9 +126,9 @@ type kind struct {
 
 var kinds = map[string]kind{
 	"linear":    {[]string{"weight", "bias"}, (*builder).linear, 1},
-	"relu":      {nil, nil, 1},
-	"gelu":      {[]string{"approximate"}, (*builder).gelu, 1},
-	"silu":      {nil, nil, 1},
+	"relu":      {nil, (*builder).activation, 1},
+	"gelu":      {[]string{"approximate"}, (*builder).activation, 1},
+	"silu":      {nil, (*builder).activation, 1},
 	"layernorm": {[]string{"weight", "bias", "eps"}, (*builder).norm, 1},
 	"rmsnorm":   {[]string{"weight", "eps"}, (*builder).norm, 1},
 	"residual":  {[]string{"op"}, (*builder).residual, 1},
@@ -367,11 +366,15 @@ func (b *builder) gated(l Layer, s *Step) error {
 	return nil
 }
 
-func (b *builder) gelu(l Layer, s *Step) error {
-	if l.Approximate != "" && l.Approximate != "none" && l.Approximate != "tanh" {
+func (b *builder) activation(l Layer, s *Step) error {
+	s.Kind, s.Activation = "activation", l.Kind
+	switch l.Approximate {
+	case "", "none":
+	case "tanh":
+		s.Activation += "_tanh"
+	default:
 		return fmt.Errorf("approximate is %q; wanted none or tanh", l.Approximate)
 	}
-	s.Tanh = l.Approximate == "tanh"
 	return nil
 }
 

@@ -27,7 +27,7 @@ type guest struct {
 	idle    chan struct{} // closed when no block is computed any more
 
 	stopping sync.Mutex // guards the three below
-	end      func()     // kills the process; nil without one
+	end      func()     // kills the process, or cuts off what has none of its own
 	over     bool       // it has ended: its pid may be another's soon
 	why      error      // it was ended, the first reason
 
@@ -61,6 +61,9 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
+	if end == nil {
+		g.end = g.conn.Close
+	}
 	g.watch = blocks.NewWatch(g.checkDeadline)
 	h.mu.Lock()
 	p.guest = g
@@ -68,18 +71,14 @@ func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	return g
 }
 
-// stop kills the process, or cuts off what has none of its own. Where there is a reason,
+// stop ends the guest. Where there is a reason,
 // what the guest still says does not count.
 func (g *guest) stop(why error) {
 	g.stopping.Lock()
 	defer g.stopping.Unlock()
 	g.why = cmp.Or(g.why, why)
-	switch {
-	case g.over:
-	case g.end != nil:
+	if !g.over {
 		g.end()
-	default:
-		g.conn.Close()
 	}
 }
 

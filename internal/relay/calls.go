@@ -111,10 +111,21 @@ func (o *op) compute(m *link.Call, q client.Request) (answer []byte, err error) 
 
 // result is one on its way to the guest.
 type result struct {
+	n      uint32 // its place among those of the op
 	name   string
 	block  *link.Block // where it lies whole, until the guest knows
 	known  bool        // by the guest
 	writer *writer     // to which it goes in pieces
+}
+
+// result returns the result of a name, a new one if there is none; o.mu is held.
+func (o *op) result(name string) *result {
+	at := slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })
+	if at < 0 {
+		at = len(o.results)
+		o.results = append(o.results, &result{n: uint32(at), name: name})
+	}
+	return o.results[at]
 }
 
 // makeRoom says where a result goes whose place the guest has not named: into memory of
@@ -126,22 +137,15 @@ func (o *op) makeRoom(name string, d tensor.Desc) (s client.Sink, whole bool, er
 	}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	o.results = slices.DeleteFunc(o.results, func(r *result) bool { // that of an attempt before
-		same := r.name == name && r.block != nil
-		if same {
-			r.block.Release()
-		}
-		return same
-	})
-	b, err := o.conn.TryNew(n)
-	if err != nil {
+	r := o.result(name)
+	r.drop() // that of an attempt before
+	if r.writer != nil {
+		return client.Sink{}, false, nil // nor does another attempt have other room
+	}
+	if r.block, err = o.conn.TryNew(n); r.block == nil {
 		return client.Sink{}, false, err
 	}
-	if b == nil {
-		return client.Sink{}, false, nil
-	}
-	o.results = append(o.results, &result{name: name, block: b})
-	return client.Into(b.Bytes()[:n:n]), true, nil
+	return client.Into(r.block.Bytes()[:n:n]), true, nil
 }
 
 // dropResults frees the memory of results that the guest has not heard of.
@@ -149,10 +153,14 @@ func (o *op) dropResults() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, r := range o.results {
-		if r.block != nil {
-			r.block.Release()
-			r.block = nil
-		}
+		r.drop()
+	}
+}
+
+func (r *result) drop() {
+	if r.block != nil {
+		r.block.Release()
+		r.block = nil
 	}
 }
 
@@ -162,14 +170,8 @@ func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool)
 	a = link.Announced{Name: name, DType: uint8(d.DType), Shape: d.Shape, How: link.Whole}
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	at := slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })
-	if at < 0 { // in a range that the guest has named
-		at = len(o.results)
-		o.results = append(o.results, &result{name: name})
-	}
-	r := o.results[at]
-	a.Result = uint32(at)
-	known, r.known = r.known, true
+	r := o.result(name)
+	a.Result, known, r.known = r.n, r.known, true
 	if r.block != nil {
 		size, _ := d.Bytes() // makeRoom has checked it
 		a.Range = r.block.Range(size)
@@ -201,14 +203,14 @@ func (o *op) writer(name string) client.Sink {
 // openWriter announces a result that comes in pieces.
 func (o *op) openWriter(name string, d tensor.Desc) (*writer, error) {
 	o.mu.Lock()
-	for _, r := range o.results { // an attempt before this one has opened it, and written nothing
-		if r.name == name && r.writer != nil {
-			o.mu.Unlock()
-			return r.writer, nil
-		}
+	r := o.result(name)
+	w := r.writer
+	if w != nil { // an attempt before this one has opened it, and written nothing
+		o.mu.Unlock()
+		return w, nil
 	}
-	w := &writer{op: o, n: uint32(len(o.results)), out: make(chan struct{}, piecesOut)}
-	o.results = append(o.results, &result{name: name, known: true, writer: w})
+	w = &writer{op: o, n: r.n, out: make(chan struct{}, piecesOut)}
+	r.writer, r.known = w, true
 	o.mu.Unlock()
 	a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
 	return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/link"
@@ -174,7 +173,7 @@ func (o *op) pull(q *request, flags uint8) ([]byte, error) {
 		p.Progress = o.progress(func(name string) uint32 {
 			o.mu.Lock()
 			defer o.mu.Unlock()
-			return uint32(slices.IndexFunc(o.results, func(r *result) bool { return r.name == name })) // To has announced it
+			return o.result(name).n // To has announced it
 		})
 	}
 	all, err := c.Pull(o.ctx, p)
