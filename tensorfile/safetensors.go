@@ -164,6 +164,12 @@ func (s *Safetensors) Desc(name string) (tensor.Desc, error) {
 	return e.Desc.Clone(), err
 }
 
+// Array is Tensor, as other files of several have it.
+func (s *Safetensors) Array(name string) (Array, error) {
+	t, err := s.Tensor(name)
+	return Array{Name: name, Desc: t.Desc, Data: t.Data}, err
+}
+
 // Tensor lends the tensor of this name until Close, read-only: a view of the file,
 // no copy. The bytes may begin at an address that is not aligned for their data
 // type, since other writers do not align; tensor.Slice refuses such a tensor.

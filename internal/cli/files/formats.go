@@ -12,7 +12,6 @@ import (
 	"strings"
 
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
-	"github.com/tensorferry/tensorferry/internal/torchsave"
 	"github.com/tensorferry/tensorferry/tensorfile"
 )
 
@@ -97,14 +96,5 @@ func hasSuffix(path string, endings []string) bool {
 	return slices.ContainsFunc(endings, func(ending string) bool { return strings.HasSuffix(path, ending) })
 }
 
-// IsTorch reports whether a path is of a file of torch.save, and isDict whether it has a dict.
+// IsTorch reports whether a path is of a file of torch.save.
 func IsTorch(path string) bool { return hasSuffix(path, torchSuffixes) }
-
-func isDict(path string) bool {
-	f, err := torchsave.Open(path)
-	if err != nil { // it is told when the file is read
-		return false
-	}
-	defer f.Close()
-	return !f.Bare
-}

@@ -107,11 +107,6 @@ func HintMissing(text, file string, err error) error {
 // several are the extensions of files that hold named tensors, or may do so.
 var several = append([]string{tensorfile.FileSuffix, tensorfile.IndexSuffix, arraysSuffix}, torchSuffixes...)
 
-// HoldsSeveral reports whether a file holds named tensors.
-func HoldsSeveral(path string) bool {
-	return hasSuffix(path, several) && (!IsTorch(path) || isDict(path))
-}
-
 // IsDir reports whether a path is a folder.
 func IsDir(path string) bool {
 	info, err := os.Stat(path)
@@ -136,12 +131,6 @@ func MemberOf(file string) (path string, name []string) {
 	return file, nil
 }
 
-// IsModel reports whether a path is a .safetensors file, the index of several, a folder, or a
-// dict that torch.save wrote.
-func IsModel(path string) bool {
-	return HoldsSeveral(path) && !strings.HasSuffix(path, arraysSuffix) || IsDir(path)
-}
-
 // DescribesItself reports whether a file of this name contains descs of its tensors.
 func DescribesItself(file string) bool {
 	path, _ := MemberOf(file)
@@ -152,6 +141,9 @@ func DescribesItself(file string) bool {
 type Opened struct {
 	Tensors []*Source
 	Path    string // of the file
+	// Named says that the file holds named tensors, Whole that all of them are meant, and
+	// Model that it is a model file.
+	Named, Whole, Model bool
 	// Of a whole model file: its metadata and index, and the tensors that cannot be read.
 	Document tensorfile.Document
 	Unknown  []unknown
@@ -211,7 +203,7 @@ func openFile(file string, raw RawInput, stdin io.Reader) (*Opened, error) {
 		s, err = openRaw(file, raw, stdin)
 	case file == "-":
 		s, err = openPipe("stdin", stdin, raw)
-	case strings.HasSuffix(path, arraysSuffix), IsTorch(path), IsModel(path):
+	case hasSuffix(path, several), IsDir(path):
 		return openSeveral(path, name)
 	default:
 		s, err = openNPY(file, raw)
@@ -224,52 +216,48 @@ func openFile(file string, raw RawInput, stdin io.Reader) (*Opened, error) {
 
 // openSeveral opens all tensors of a model file, a .npz file or a PyTorch file, or only the one
 // named.
-func openSeveral(path string, only []string) (*Opened, error) {
-	var names []string
-	var tensorOf func(name string) (tensorfile.Array, error)
-	o := &Opened{Path: path}
+func openSeveral(path string, only []string) (_ *Opened, err error) {
+	o := &Opened{Path: path, Named: true, Whole: only == nil, Model: true}
+	var in interface {
+		Names() []string
+		Array(name string) (tensorfile.Array, error)
+	}
 	switch {
 	case strings.HasSuffix(path, arraysSuffix):
-		z, err := tensorfile.OpenNPZ(path)
-		if err != nil {
-			return nil, err
-		}
-		names, tensorOf = z.Names(), z.Array
+		in, err = tensorfile.OpenNPZ(path)
+		o.Model = false
 	case IsTorch(path):
-		f, err := torchsave.Open(path)
-		if err != nil {
-			return nil, err
+		var f *torchsave.File
+		if f, err = torchsave.Open(path); err == nil && f.Bare {
+			o.Named, o.Model = false, false
 		}
-		names, tensorOf = f.Names(), f.Array
+		in = f
 	default:
 		if IsDir(path) {
-			var err error
-			if o.Path, err = tensorfile.ModelIn(path); err != nil {
-				return nil, err
-			}
+			o.Path, err = tensorfile.ModelIn(path)
 		}
-		m, err := tensorfile.OpenModel(o.Path)
-		if err != nil {
-			return nil, err
+		var m *tensorfile.Safetensors
+		if err == nil {
+			m, err = tensorfile.OpenModel(o.Path)
 		}
-		names = m.Names()
-		tensorOf = func(name string) (tensorfile.Array, error) {
-			t, err := m.Tensor(name)
-			return tensorfile.Array{Name: name, Desc: t.Desc, Data: t.Data}, err
-		}
-		if only == nil {
+		if err == nil && o.Whole {
 			o.Document = m.Document()
 		}
+		in = m
 	}
-	if only != nil {
-		names = only
+	if err != nil {
+		return nil, err
+	}
+	names := only
+	if o.Whole {
+		names = in.Names()
 	}
 	for _, name := range names {
-		a, err := tensorOf(name)
+		a, err := in.Array(name)
 		switch {
 		case errors.Is(err, tensorfile.ErrNotFound):
 			err = fail.Hinted(fail.In(o.Path, fmt.Errorf("%w: %q", tensorfile.ErrNotFound, name)), "tensorferry show "+o.Path+" lists its tensors")
-		case errors.Is(err, tensorfile.ErrUnsupported) && only == nil:
+		case errors.Is(err, tensorfile.ErrUnsupported) && o.Whole:
 			o.Unknown = append(o.Unknown, unknown{name, err})
 			continue
 		case err != nil:

@@ -132,8 +132,7 @@ func (o *ShowOptions) showFile(ctx context.Context, file string, opener *files.O
 	if err != nil {
 		return err
 	}
-	_, member := files.MemberOf(file)
-	whole := member == nil && !o.Input.Given() && files.IsModel(file)
+	whole := in.Model && in.Whole
 	if whole && (in.Document.Encode() != nil || len(in.Tensors)+len(in.Unknown) == 0) {
 		if err := found(described(file, in.Document)); err != nil {
 			return err

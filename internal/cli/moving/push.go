@@ -50,7 +50,7 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 	var spoiled error             // of tensors that cannot be read; the others are pushed
 	wholes := map[string]string{} // files that are pushed whole, by the prefix of their tensors' names
 	for _, text := range args {
-		name, file, below, err := parsePushed(text)
+		name, file, given, err := parsePushed(text)
 		if err != nil {
 			return err
 		}
@@ -64,7 +64,11 @@ func (o *PushOptions) Push(ctx context.Context, args []string, std files.Streams
 		}
 		spoiled = errors.Join(spoiled, found.Errors())
 		list := found.Tensors
-		if _, member := files.MemberOf(file); below && member == nil {
+		below := found.Named && (found.Whole || !given) // under the name, a slash and its own
+		if below && name != "/" {
+			name = strings.TrimSuffix(name, "/")
+		}
+		if below && found.Whole {
 			wholes[name+"/"] = file
 		}
 		if at := slices.IndexFunc(list, func(s *files.Source) bool { return s.Name == tensorfile.MetadataName }); below && at >= 0 {
@@ -163,12 +167,10 @@ func reportEvicted(ctx context.Context, cl *client.Client, stored []client.Summa
 	return fail.Hinted(errors.Join(gone...), "push less, or start the server with a larger --store, or without evict=lru")
 }
 
-// parsePushed parses [NAME=]FILE. The default NAME is the file's without what it ends in, or the
-// folder's. below means that each tensor is stored under NAME, a slash and its own name.
-func parsePushed(text string) (name, file string, below bool, err error) {
+// parsePushed parses [NAME=]FILE. If NAME is not given, it is the file's without what it ends in,
+// or the folder's.
+func parsePushed(text string) (name, file string, given bool, err error) {
 	name, file = files.NameOf(text)
-	path, member := files.MemberOf(file)
-	inFile := files.IsModel(path) || files.HoldsSeveral(path)
 	switch {
 	case file == "-" && name == "" && text == file:
 		return "", "", false, fail.Usage("stdin has no name; use NAME=-")
@@ -177,22 +179,20 @@ func parsePushed(text string) (name, file string, below bool, err error) {
 	case file == "":
 		return "", "", false, fail.Usage("%q has no file; use NAME=FILE", text)
 	case name != "":
-		if below = inFile && member == nil; below && name != "/" {
-			name = strings.TrimSuffix(name, "/")
-		}
-		return name, file, below, nil
+		return name, file, true, nil
 	}
+	path, _ := files.MemberOf(file)
 	base := filepath.Base(path)
 	if files.IsDir(path) {
 		if whole, err := filepath.Abs(path); err == nil { // also for "."
 			base = filepath.Base(whole)
 		}
-		return base, file, true, nil
+		return base, file, false, nil
 	}
 	if stem, ok := strings.CutSuffix(base, tensorfile.IndexSuffix); ok {
-		return stem, file, true, nil
+		return stem, file, false, nil
 	}
-	return strings.TrimSuffix(base, filepath.Ext(base)), file, inFile, nil
+	return strings.TrimSuffix(base, filepath.Ext(base)), file, false, nil
 }
 
 // printMoved prints the result of each tensor.
