@@ -44,13 +44,11 @@ var Exits = map[int]string{
 	ExitSettings:    "a mistake in the settings of serve, which a restart does not mend",
 }
 
-// UsageError is a mistake in what was typed, or in the settings of serve.
-type UsageError struct{ error }
-
-func (e UsageError) Unwrap() error { return e.error }
-
 // Usage returns a mistake in what was typed.
-func Usage(format string, args ...any) error { return UsageError{fmt.Errorf(format, args...)} }
+func Usage(format string, args ...any) error { return Exit(ExitUsage, format, args...) }
+
+// AsUsage makes an error a mistake in what was typed, or in the settings of serve.
+func AsUsage(err error) error { return exitError{err, ExitUsage} }
 
 // hintedError is an error and what to do about it.
 type hintedError struct {
@@ -63,21 +61,18 @@ func (h hintedError) Unwrap() error { return h.error }
 // Hinted adds what to do about it to an error.
 func Hinted(err error, hint string) error { return hintedError{err, hint} }
 
-// AsUsage makes an error a mistake in what was typed.
-func AsUsage(err error) error { return UsageError{err} }
-
 // OfInput makes an error one in the bytes of an input, shown without that of the call it fails.
 func OfInput(err error) error { return readError{err} }
 
 // At makes an error one of the server of --to, and not of --server.
-func At(err error, server string) error { return toError{err, server} }
+func At(err error, server string) error { return toError{namedError{err, server}} }
 
 // Mistake makes an error of what a setting names one of the setting, with the hint it has.
 func Mistake(err error) error {
 	if h := (hintedError{}); !errors.As(err, &h) {
 		err = Hinted(err, "")
 	}
-	return UsageError{err}
+	return AsUsage(err)
 }
 
 // Lasting makes an error a mistake if it says of a path what stays so until somebody changes it.
@@ -92,11 +87,8 @@ func Lasting(err error) error {
 
 // ExitCode returns the exit code of a command that ended with err.
 func ExitCode(ctx context.Context, err error) int {
-	var u UsageError
 	var x exitError
 	switch {
-	case errors.As(err, &u):
-		return ExitUsage
 	case errors.As(err, &x): // also of what was interrupted
 		return x.code
 	case ctx.Err() != nil:
@@ -172,7 +164,7 @@ func HintOf(c Command, code int, err error) string {
 	}
 	to, atTo := errors.AsType[toError](err)
 	if atTo {
-		at, flag = " --server "+display.Plain(to.server), "--to"
+		at, flag = " --server "+display.Plain(to.name), "--to"
 	}
 	var h hintedError
 	switch row, known := Row(err); {
@@ -191,14 +183,7 @@ func HintOf(c Command, code int, err error) string {
 }
 
 // toError is an error of the server of --to, not of --server.
-type toError struct {
-	error
-	server string
-}
-
-func (e toError) Error() string { return e.server + ": " + e.error.Error() }
-
-func (e toError) Unwrap() error { return e.error }
+type toError struct{ namedError }
 
 // In makes an error one of what has a name, such as a file.
 func In(name string, err error) error { return namedError{err, name} }

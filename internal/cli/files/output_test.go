@@ -78,7 +78,7 @@ func TestOnlyASafetensorsFileTakesSeveralTensors(t *testing.T) {
 		require.NoError(t, err)
 		_, err = out.Begin(two, tensorfile.Document{})
 		require.ErrorContains(t, err, "takes one tensor, not 2")
-		require.ErrorAs(t, err, new(fail.UsageError))
+		require.Equal(t, fail.ExitUsage, fail.ExitCode(t.Context(), err))
 		out.Abandon()
 	}
 	require.Zero(t, stdout.Len())

@@ -120,7 +120,7 @@ func TestAMistakeInTheConfigNamesItsKey(t *testing.T) {
 			_, _, err := configured(t, nil, tc.environ, tc.file)
 			require.Error(t, err)
 			require.Regexp(t, tc.want, err.Error())
-			require.ErrorAs(t, err, new(fail.UsageError))
+			require.Equal(t, fail.ExitUsage, fail.ExitCode(t.Context(), err))
 		})
 	}
 }
