@@ -97,19 +97,13 @@ func Plain(err error) string {
 	if own, ok := err.(interface{ Plain() string }); ok { // it, not what it wraps
 		return own.Plain()
 	}
-	text, at := err.Error(), 0
+	text := err.Error()
 	pkg := name.FindString(text)
-	for i, inner := range wrapped(err) {
-		said := inner.Error()
-		begin := strings.Index(text[at:], said)
-		if begin < 0 {
-			continue
-		}
-		if begin += at; i == 0 && begin < len(pkg) {
+	for _, inner := range wrapped(err) {
+		if strings.HasPrefix(text, inner.Error()) {
 			pkg = "" // it is the inner one's
 		}
-		plain := Plain(inner)
-		text, at = text[:begin]+plain+text[begin+len(said):], begin+len(plain)
+		text = strings.Replace(text, inner.Error(), Plain(inner), 1)
 	}
 	return strings.TrimPrefix(text, pkg)
 }

@@ -9,9 +9,6 @@ const (
 	// many texts its metadata: some 250 bytes of memory each. The largest models known have
 	// 200 000 tensors, in some 60 files.
 	MaxEntries = 1 << 18
-	// MaxNPYHeader is the longest .npy header in bytes: all that version 1.0 can
-	// say. A header of 32 axes of 13 digits takes less than 1 KiB.
-	MaxNPYHeader = 1<<16 - 1
 	// MaxFortranStream is the most bytes of an array in Fortran order that does not lie in
 	// a file of its own, which is held in memory: its first row is complete only with
 	// its last bytes.

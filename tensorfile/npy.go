@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"io"
+	"math"
 	"strconv"
 	"strings"
 
@@ -51,8 +52,8 @@ func readNPYHeader(r io.Reader) (d tensor.Desc, l Layout, err error) {
 	if major > 1 {
 		n = binary.LittleEndian.Uint32(b)
 	}
-	if n > MaxNPYHeader {
-		return d, l, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, MaxNPYHeader)
+	if n > math.MaxUint16 { // all that version 1.0 can say; 32 axes of 13 digits take less than 1 KiB
+		return d, l, fmt.Errorf("%w: npy: header of %d bytes is over the limit of %d", ErrFormat, n, math.MaxUint16)
 	}
 	header := make([]byte, n)
 	if err := readHeader(r, header, "npy"); err != nil {
@@ -87,7 +88,7 @@ func WriteNPYHeader(w io.Writer, d tensor.Desc) error {
 		out = append(out, ' ')
 	}
 	out = append(out, '\n')
-	binary.LittleEndian.PutUint16(out[prefix-2:], uint16(len(out)-prefix)) // below 1 KiB, see MaxNPYHeader
+	binary.LittleEndian.PutUint16(out[prefix-2:], uint16(len(out)-prefix)) // below 1 KiB
 	if _, err := w.Write(out); err != nil {
 		return fmt.Errorf("tensorfile: write npy header: %w", err)
 	}

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -175,8 +176,8 @@ func TestNPYPrefixIsCheckedBeforeMemoryIsTaken(t *testing.T) {
 		"version 0.0":            {npyFile(0, 0, "{}\n"), ErrUnsupported},
 		"version 4.0":            {npyFile(4, 0, "{}\n"), ErrUnsupported},
 		"version 1.1":            {npyFile(1, 1, "{}\n"), ErrUnsupported},
-		"longest header, absent": {length(MaxNPYHeader), io.ErrUnexpectedEOF},
-		"one over the limit":     {length(MaxNPYHeader + 1), ErrFormat},
+		"longest header, absent": {length(math.MaxUint16), io.ErrUnexpectedEOF},
+		"one over the limit":     {length(math.MaxUint16 + 1), ErrFormat},
 		"4 GiB of header":        {length(1<<32 - 1), ErrFormat},
 	} {
 		t.Run(name, func(t *testing.T) {

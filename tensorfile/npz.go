@@ -42,7 +42,7 @@ func OpenNPZ(path string) (*NPZ, error) {
 func readNPZ(r io.ReaderAt, size int64) (*NPZ, error) {
 	archive, err := zip.NewReader(r, size)
 	if err != nil {
-		return nil, zipError(unexpectedEOF(err))
+		return nil, zipError(err)
 	}
 	z := &NPZ{members: make(map[string]*zip.File, len(archive.File))}
 	for _, f := range archive.File {
@@ -71,7 +71,7 @@ func checkOverlap(members []*zip.File) error {
 	for i, f := range members {
 		data, err := f.DataOffset()
 		if err != nil {
-			return zipError(unexpectedEOF(err))
+			return zipError(err)
 		}
 		size := int64(min(f.CompressedSize64, uint64(math.MaxInt64-data))) // too much is found when it is read
 		spans[i] = span{f.Name, data - zipHeader, data + size}
@@ -130,7 +130,7 @@ func member(f *zip.File) (a Array, err error) {
 			if err == nil {
 				_, err = io.CopyN(io.Discard, m, header)
 			}
-			return HoldBack(m, size, m.end), zipError(unexpectedEOF(err))
+			return HoldBack(m, size, m.end), zipError(err)
 		}})
 	}
 	return a, err
@@ -144,13 +144,15 @@ type unzipped struct {
 
 func unzip(f *zip.File) (*unzipped, error) {
 	r, err := f.Open()
-	return &unzipped{ReadCloser: r}, zipError(unexpectedEOF(err))
+	return &unzipped{ReadCloser: r}, zipError(err)
 }
 
 func (u *unzipped) Read(p []byte) (int, error) {
 	n, err := u.ReadCloser.Read(p)
-	u.read += int64(n)
-	return n, zipError(err)
+	if u.read += int64(n); !errors.Is(err, io.EOF) {
+		err = zipError(err)
+	}
+	return n, err
 }
 
 // end returns an error if bytes are left, or if the checksum is wrong.
@@ -165,20 +167,14 @@ func (u *unzipped) end() error {
 	return err
 }
 
-// unexpectedEOF is the error of reading what may not end yet.
-func unexpectedEOF(err error) error {
-	if errors.Is(err, io.EOF) {
-		return io.ErrUnexpectedEOF
-	}
-	return err
-}
-
-// zipError wraps what is wrong with an archive, or with reading it.
+// zipError wraps what is wrong with an archive that may not end yet, or with reading it.
 func zipError(err error) error {
 	var path *fs.PathError
 	switch {
-	case err == nil, errors.Is(err, io.EOF), errors.Is(err, ErrFormat), errors.Is(err, ErrUnsupported):
+	case err == nil, errors.Is(err, ErrFormat), errors.Is(err, ErrUnsupported):
 		return err
+	case errors.Is(err, io.EOF):
+		err = io.ErrUnexpectedEOF
 	case errors.As(err, &path):
 		return fmt.Errorf("tensorfile: read npz: %w", err)
 	case errors.Is(err, zip.ErrAlgorithm):
