@@ -332,7 +332,7 @@ func (c *Claim) Copy(views [][]byte) (got uint32, err error) {
 }
 
 // Fill reads the chunk's bytes from r straight to their place, and returns their checksum;
-// Commit takes it. It sums pieces of fillBytes while they are in the cache. With an
+// Commit takes it. It sums pieces of codec.PieceBytes while they are in the cache. With an
 // error, left bytes of the chunk were not read, and Abort ends the claim. What came in a
 // codec lies at the beginning of its place then, until Decode. The place must be in memory
 // that was lent, and the chunk must not have come before.
@@ -343,7 +343,7 @@ func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) {
 	got, left = c.seed, c.size
 	for _, dst := range c.dst {
 		for left > 0 && len(dst) > 0 {
-			piece := dst[:min(len(dst), left, fillBytes)]
+			piece := dst[:min(len(dst), left, codec.PieceBytes)]
 			n, err := io.ReadFull(r, piece)
 			left -= n
 			if errors.Is(err, io.EOF) { // before a piece, and in the middle of the chunk

@@ -1068,7 +1068,7 @@ func (b *bed) filled(index uint32, comes io.Reader) (got uint32, left int, err e
 }
 
 func TestFillReadsAChunkToItsPlaceOverRegions(t *testing.T) {
-	for _, chunk := range []int64{1, fillBytes - 1, fillBytes, fillBytes + 1, 2 * fillBytes, 2*fillBytes + 1} {
+	for _, chunk := range []int64{1, codec.PieceBytes - 1, codec.PieceBytes, codec.PieceBytes + 1, 2 * codec.PieceBytes, 2*codec.PieceBytes + 1} {
 		t.Run(fmt.Sprint(chunk), func(t *testing.T) {
 			b := newBed(t, 2*chunk+1, chunk)
 			for _, n := range []int64{chunk / 3, chunk, chunk + 1 - chunk/3} {

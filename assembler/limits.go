@@ -7,7 +7,4 @@ const (
 	// ChunkOverhead is the bytes kept per chunk below the limit (state and
 	// checksum), for whoever accounts for it.
 	ChunkOverhead = 5
-	// fillBytes is read, and then summed, at a time: it stays in a core's own cache,
-	// and a system call for it is rare enough.
-	fillBytes = 256 << 10
 )

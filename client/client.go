@@ -130,11 +130,11 @@ type Client struct {
 // Dial returns a client for a server at host:port, or at a Unix socket as unix:/path. It
 // does not connect; the first use does.
 func Dial(target string, cfg Config) (c *Client, err error) {
-	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4*mib {
-		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4*mib)
+	if cfg.ChunkBytes < 0 || cfg.ChunkBytes > 4<<20 {
+		return nil, fmt.Errorf("client: ChunkBytes is %d; it must be 1 to %d, or 0 for 1 MiB", cfg.ChunkBytes, 4<<20)
 	}
 	cfg.farChunk = cmp.Or(cfg.ChunkBytes, farChunk)
-	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1*mib)
+	cfg.ChunkBytes = cmp.Or(cfg.ChunkBytes, 1<<20)
 	cfg.Checksum = cmp.Or(cfg.Checksum, codec.Fastest())
 	if !cfg.Checksum.Valid() {
 		return nil, fmt.Errorf("client: Checksum is %d; use 1 (CRC-32C) or 2 (CRC-32)", cfg.Checksum)

@@ -191,7 +191,7 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 		seen = ended
 		if ended, news, why = c.dials.last(); why == nil {
 			// gRPC says so soon, if it is a server.
-			ready, cancel := context.WithTimeout(ctx, readyWait)
+			ready, cancel := context.WithTimeout(ctx, tellWait)
 			c.conn.WaitForStateChange(ready, connectivity.TransientFailure)
 			cancel()
 			return try()

@@ -146,7 +146,7 @@ func (c *Client) failures(ctx context.Context, call []byte) (list []Failure, err
 		if next == 0 {
 			return list, nil
 		}
-		if before > 0 && next >= before || len(list) > mostFailures {
+		if before > 0 && next >= before || len(list) > listTensors {
 			return nil, &Error{Code: codes.Internal, Message: "the server's list of failures does not end"}
 		}
 		before = next

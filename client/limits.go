@@ -3,10 +3,10 @@ package client
 import "time"
 
 const (
-	mib = 1 << 20
 	// requestNames is how many names or globs one request has: as many as a server takes.
 	requestNames = 1024
-	// tellWait is how long a pull waits for the server to know of a tensor that is damaged.
+	// tellWait is how long a pull waits for the server to know of a tensor that is damaged, and
+	// an RPC for a new connection to show that a server is there, when one has failed before.
 	tellWait = 1 * time.Second
 	// listTensors and calling.ListBytes limit the result of List: sixteen times as many tensors
 	// as a server's folder holds by default, and their size on the wire.
@@ -19,25 +19,20 @@ const (
 	// farChunk is the size of chunks sent where the round trip is lanes.FarTrip or more: one of n
 	// lanes takes n times as long for a chunk as the line, and holds a model's memory meanwhile.
 	farChunk = 256 << 10
-	// mostFailures is how many failures a server may list; ours keep 1024.
-	mostFailures = 1 << 16
 	// longest is the longest duration that Statistics tells from a longer one.
 	longest = 24 * time.Hour
 	// breakFor is how long a client makes no attempt after Config.BreakAfter of them.
 	breakFor = 10 * time.Second
 	// redialEvery is how often a client dials a server that it cannot reach while callers try.
 	redialEvery = 200 * time.Millisecond
-	// readyWait is how long a new connection may take to show that a server is there, after
-	// a connection has failed before.
-	readyWait = 1 * time.Second
 	// poolBytes is how much released slot memory a client keeps for reuse.
-	poolBytes = 64 * mib
+	poolBytes = 64 << 20
 )
 
 // Defaults of Config.
 const (
 	// DefaultWindow is the server's default, too; see there for the reason.
-	DefaultWindow      = 2 * mib
+	DefaultWindow      = 2 << 20
 	DefaultOpenTimeout = 10 * time.Second
 	// DefaultStallTimeout is twice the server's own timeout, whose error says more.
 	DefaultStallTimeout = 60 * time.Second

@@ -16,6 +16,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
+const mib = 1 << 20
+
 func TestACodecIsReadByTheNameItPrints(t *testing.T) {
 	for k := range Codec(255) {
 		got, err := ParseCodec(k.String())

@@ -69,7 +69,7 @@ func (o *OrderedDigester) Wrote(off int64, p []byte) {
 
 // ReadRest reads what is left of a tensor of size bytes from where it was written.
 func (o *OrderedDigester) ReadRest(r io.ReaderAt, size int64) error {
-	piece := make([]byte, max(0, min(digestPiece, size-o.next)))
+	piece := make([]byte, max(0, min(PieceBytes, size-o.next)))
 	for o.next < size {
 		p := piece[:min(int64(len(piece)), size-o.next)]
 		if _, err := io.ReadFull(io.NewSectionReader(r, o.next, int64(len(p))), p); err != nil {

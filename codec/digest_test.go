@@ -50,7 +50,7 @@ func TestOnlyADigestIsReadAsOne(t *testing.T) {
 
 func TestAnOrderedDigestIsThatOfTheBytesHoweverTheyCame(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		size := rapid.OneOf(rapid.IntRange(0, 5000), rapid.IntRange(digestPiece-1, digestPiece+1), rapid.Just(2*digestPiece+1)).Draw(t, "size")
+		size := rapid.OneOf(rapid.IntRange(0, 5000), rapid.IntRange(PieceBytes-1, PieceBytes+1), rapid.Just(2*PieceBytes+1)).Draw(t, "size")
 		data := make([]byte, size)
 		for i := range data {
 			data[i] = byte(i*7 + i>>8)

@@ -1,10 +1,9 @@
 package codec
 
 const (
-	mib = 1 << 20
-	// digestPiece is how many bytes are read again for the digest at a time: less than a
-	// processor's cache.
-	digestPiece = 256 << 10
+	// PieceBytes are read, and then summed or hashed, at a time: they stay in a core's own
+	// cache, and a system call for them is rare enough.
+	PieceBytes = 256 << 10
 	// minEncode is the shortest chunk, in bytes, that is encoded: less would save
 	// nothing beside a packet's own bytes.
 	minEncode = 512
@@ -16,11 +15,9 @@ const (
 	coders = 16
 	// waitingBytes bounds the encoded payload of the process that waits to be sent, which
 	// peers that do not read could make grow: what is beyond is sent unencoded.
-	waitingBytes = 64 * mib
+	waitingBytes = 64 << 20
 	// keptBytes is how much memory of payloads that were sent is kept for the next.
-	keptBytes = 16 * mib
+	keptBytes = 16 << 20
 	// fetchBytes is fetched, and then summed, at a time: it stays in the smallest cache.
-	// cacheLine is what is fetched with a byte.
 	fetchBytes = 8 << 10
-	cacheLine  = 64
 )

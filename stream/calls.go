@@ -24,8 +24,7 @@ type calls struct {
 	number    uint64 // number of calls so far
 	undecided int    // calls whose end is undecided
 
-	opens   []*call     // client: to be sent
-	goOn    []*call     // client: gets with further parts to be sent
+	opens   []*call     // client: to be sent; a get, until all its parts are
 	cancels []tensor.ID // to be sent
 	answers []*call     // server: calls whose done is to be sent
 }
@@ -46,7 +45,9 @@ type call struct {
 
 // timeout returns the time limit of the call; 0 means none. The engine's side enforces it,
 // once the inputs are announced.
-func (k *call) timeout() Instant { return Instant(min(k.part.TimeoutMillis, 1<<40)) * millisecond }
+func (k *call) timeout() Instant {
+	return Instant(min(k.part.TimeoutMillis, 1<<40)) * terms.Millisecond
+}
 
 // weight (client) is how many tensors the peer counts as open for the call, at least 1.
 func (k *call) weight() int { return max(1, len(k.part.Inputs), k.putting) }
@@ -141,11 +142,8 @@ func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	if from < lifecycle.DoneSent && (c.cfg.Server && from > lifecycle.Opening || !c.cfg.Server && on >= lifecycle.GivenUp) {
 		c.tell(Event{Kind: EventStop, Call: k.part.ID, Code: k.done.Code, Text: k.done.Message, Reason: k.done.Reason})
 	}
-	switch {
-	case c.cfg.Server:
-	case from == lifecycle.Opening:
-		c.opens = slices.DeleteFunc(c.opens, func(q *call) bool { return q == k })
-	default:
+	c.opens = slices.DeleteFunc(c.opens, func(q *call) bool { return q == k })
+	if !c.cfg.Server && from > lifecycle.Opening {
 		c.inFlight -= weight
 		if on == lifecycle.GivenUp {
 			c.cancels = append(c.cancels, k.part.ID)
@@ -211,7 +209,7 @@ func (c *calls) close(k *call) {
 	delete(c.open, k.part.ID)
 	c.tombstones.Add(k.part.ID)
 	c.retained -= k.retained
-	if len(c.open) == 0 && c.most > flow.RetainedQueue { // a map never shrinks
+	if len(c.open) == 0 && c.most > frame.KeptParts { // a map never shrinks
 		c.open, c.in.tensors, c.out.tensors = make(map[tensor.ID]*call), make(map[tensor.ID]*in), make(map[tensor.ID]*out)
 		c.most = 0
 	}
@@ -278,36 +276,32 @@ func (c *calls) load() terms.Load {
 // mayOpen (client) reports whether the next call may be sent. A call waits here while it
 // would exceed what the peer keeps open.
 func (c *calls) mayOpen() bool {
-	return len(c.opens) > 0 && (c.inFlight == 0 || c.inFlight+c.opens[0].weight() <= int(c.peer.MaxOpenTensors))
+	if len(c.opens) == 0 {
+		return false
+	}
+	k := c.opens[0]
+	return k.state > lifecycle.Opening || c.inFlight == 0 || c.inFlight+k.weight() <= int(c.peer.MaxOpenTensors)
 }
 
 func (c *calls) addOpens(p *flow.Parcel) {
-	add := func(part frame.Call) {
-		p.Calls = append(p.Calls, part)
-		p.Bytes += part.Cost()
-	}
-	for len(c.goOn) > 0 && p.Room(len(p.Calls)) {
-		k := c.goOn[0]
-		if k.state == lifecycle.Running {
-			add(frame.Call{ID: k.part.ID, Get: &k.further[0]})
+	for p.Room(len(p.Calls)) && c.mayOpen() {
+		k := c.opens[0]
+		part := k.part
+		if k.state > lifecycle.Opening {
+			part = frame.Call{ID: k.part.ID}
+		} else {
+			c.move(k, lifecycle.Began)
+			c.out.descs = append(c.out.descs, k.outs...)
+		}
+		if k.part.Get != nil {
+			part.Get = &k.further[0]
 			k.further = k.further[1:]
 		}
-		if k.state != lifecycle.Running || len(k.further) == 0 {
-			flow.Pop(&c.goOn, 0)
+		if len(k.further) == 0 {
+			flow.Pop(&c.opens, 0)
 		}
-	}
-	for p.Room(len(p.Calls)) && c.mayOpen() {
-		k := flow.Pop(&c.opens, 0)
-		c.move(k, lifecycle.Began)
-		part := k.part
-		if part.Get != nil {
-			part.Get = &k.further[0]
-			if k.further = k.further[1:]; len(k.further) > 0 {
-				c.goOn = append(c.goOn, k)
-			}
-		}
-		add(part)
-		c.out.descs = append(c.out.descs, k.outs...)
+		p.Calls = append(p.Calls, part)
+		p.Bytes += part.Cost()
 	}
 }
 

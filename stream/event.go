@@ -123,7 +123,7 @@ func (m *Machine) Event() (Event, bool) {
 		e.done(e.filled)
 	}
 	clear(m.events)
-	if m.events = m.events[:0]; cap(m.events) > retainedEvents {
+	if m.events = m.events[:0]; cap(m.events) > frame.KeptParts {
 		m.events = nil
 	}
 	m.taken = 0

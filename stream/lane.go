@@ -1,8 +1,6 @@
 package stream
 
 import (
-	"io"
-
 	"github.com/tensorferry/tensorferry/chunker"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
@@ -111,8 +109,8 @@ func (m *Machine) LaneStalled(now Instant) uint8 {
 func (m *Machine) LanePatience(n int) Instant { return m.cfg.LanePatience(m.peer.ChunkIdleMillis, n) }
 
 // ClaimLane decides whether to accept a chunk of n bytes whose header arrived by a lane. If
-// it returns true, the caller calls c.Fill, outside any lock, and then Commit, or Abort if
-// Fill failed. If it returns false, the caller discards the bytes: a lane outlives the
+// it returns true, the caller calls c.Fill and c.Decode, outside any lock, and then Commit, or
+// Abort if Fill failed. If it returns false, the caller discards the bytes: a lane outlives the
 // tensors whose chunks it carries, and a chunk that is already here or being received is
 // not compared.
 func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool {
@@ -127,10 +125,9 @@ func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool 
 	if !m.claim(now, t, ch, n, c) {
 		return false
 	}
-	if c.claim.Again() {
-		c.tensor = nil
-		t.call.claims--
-		t.Asm.Abort(&c.claim)
+	if c.Again() {
+		c.end()
+		t.Asm.Abort(&c.Claim)
 		return false
 	}
 	c.lane = true
@@ -139,24 +136,14 @@ func (m *Machine) ClaimLane(now Instant, ch *frame.Chunk, n int, c *Claim) bool 
 
 // Abort ends a claim whose bytes did not arrive. The chunk is requested again.
 func (m *Machine) Abort(now Instant, c *Claim) {
-	t, index := c.tensor, c.claim.Index()
-	c.tensor = nil
-	t.call.claims--
-	t.Asm.Abort(&c.claim)
+	t, index := c.end(), c.Index()
+	t.Asm.Abort(&c.Claim)
 	if t.Dead {
 		m.calls.advance(t.call)
 		return
 	}
 	m.in.Resend(now, &t.In, index) // they are few: a session has few lanes to lose
 }
-
-// Fill reads the bytes of a claim of ClaimLane to their place, as assembler.Claim.Fill
-// does. It may run concurrently with the machine.
-func (c *Claim) Fill(r io.Reader) (got uint32, left int, err error) { return c.claim.Fill(r) }
-
-// Decode decodes what Fill has read, as assembler.Claim.Decode does; Commit takes its error. It
-// may run concurrently with the machine.
-func (c *Claim) Decode(got uint32) error { return c.claim.Decode(got) }
 
 // Dead reports whether a claim's chunk is no longer wanted: only the return of its memory
 // waits for the end of the claim.

@@ -180,7 +180,7 @@ func (p *party) finishLane(n int) bool {
 			p.w.failf("%s: %d bytes are missing: %v", p.name(), left, err)
 		}
 		failed := c.c.Decode(got)
-		id, index := c.c.tensor.Desc.Tensor, c.c.claim.Index()
+		id, index := c.c.tensor.Desc.Tensor, c.c.Index()
 		if got == c.sum && !c.c.Dead() {
 			p.good[chunkName{id, index}] = true
 		}

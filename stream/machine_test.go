@@ -13,6 +13,12 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/flow"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
+)
+
+const (
+	second      = terms.Second
+	millisecond = terms.Millisecond
 )
 
 // pair returns two machines that have exchanged hellos.
@@ -75,7 +81,7 @@ func TestPartsAreSpreadOverFrames(t *testing.T) {
 			break
 		}
 		require.LessOrEqual(t, len(f.Calls)*frame.NameBytes, flow.FrameBytes+frame.NameBytes)
-		require.LessOrEqual(t, len(f.Calls), flow.FrameParts)
+		require.LessOrEqual(t, len(f.Calls), 64)
 		calls += len(f.Calls)
 		require.NoError(t, srv.Control(0, &f))
 	}
@@ -90,7 +96,7 @@ func TestPartsAreSpreadOverFrames(t *testing.T) {
 		if _, ok := srv.Next(0, &f); !ok {
 			break
 		}
-		require.LessOrEqual(t, len(f.Dones), flow.FrameParts)
+		require.LessOrEqual(t, len(f.Dones), 64)
 		dones += len(f.Dones)
 	}
 	require.Equal(t, 500, dones)

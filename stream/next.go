@@ -21,7 +21,7 @@ func (m *Machine) Pending() bool {
 		return !m.cfg.Server || m.helloSeen
 	}
 	return m.helloSeen && (m.waits || m.out.Ready(false) || len(m.calls.cancels)+len(m.calls.answers)+len(m.failures) > 0 || m.drain != nil || m.in.DueNow() ||
-		m.calls.mayOpen() || len(m.calls.goOn) > 0 || m.out.mayAnnounce() >= 0 ||
+		m.calls.mayOpen() || m.out.mayAnnounce() >= 0 ||
 		len(m.out.summaries) > 0 || slices.ContainsFunc(m.out.ending, (*call).mayEnd))
 }
 
@@ -52,8 +52,8 @@ func (m *Machine) Next(now Instant, f *frame.Frame) (held chunker.Releaser, ok b
 		m.out.addDescs(now, &p)
 		m.out.addEnds(&p)
 	}
-	m.in.Add(f)
-	for len(m.calls.cancels) > 0 && len(f.Cancels) < flow.FrameParts {
+	m.in.Add(&p)
+	for len(m.calls.cancels) > 0 && p.Room(len(f.Cancels)) {
 		f.Cancels = append(f.Cancels, flow.Pop(&m.calls.cancels, 0))
 	}
 	for len(m.failures) > 0 && p.Room(len(f.Failures)) {
@@ -98,7 +98,7 @@ func (m *Machine) NextTick() Instant {
 
 // tickEvery returns how often the slow timers are checked while calls are open.
 func (m *Machine) tickEvery() Instant {
-	return max(min(tickEvery, m.cfg.Limits.ChunkIdle/8), millisecond)
+	return max(min(tickEvery, m.cfg.Limits.ChunkIdle/8), terms.Millisecond)
 }
 
 // Tick checks all timeouts. An error ends the session.
@@ -111,11 +111,11 @@ func (m *Machine) Tick(now Instant) error {
 		return m.err
 	case !m.helloSeen:
 		if now >= m.began+limits.FirstFrame {
-			return m.violate(frame.DeadlineExceeded, "no hello for %d s; a session opens with hello", limits.FirstFrame/second)
+			return m.violate(frame.DeadlineExceeded, "no hello for %d s; a session opens with hello", limits.FirstFrame/terms.Second)
 		}
 	case len(m.calls.open) == 0:
 		if now >= m.lastUse+limits.SessionIdle {
-			return m.violate(frame.DeadlineExceeded, "no call for %d s; open a new session when there is one", limits.SessionIdle/second)
+			return m.violate(frame.DeadlineExceeded, "no call for %d s; open a new session when there is one", limits.SessionIdle/terms.Second)
 		}
 		if now >= m.ticked+lateFrames {
 			m.ticked = now
@@ -141,9 +141,9 @@ func (m *Machine) silent(now, last Instant) string {
 	switch {
 	case now < last+idle:
 	case now >= m.alive+idle:
-		return fmt.Sprintf("%v s", float64(idle)/float64(second))
+		return fmt.Sprintf("%v s", idle.Seconds())
 	case now >= last+most:
-		return fmt.Sprintf("%v s (serve --input-idle)", float64(most)/float64(second))
+		return fmt.Sprintf("%v s (serve --input-idle)", most.Seconds())
 	}
 	return ""
 }
@@ -159,7 +159,7 @@ func (m *Machine) expire(now Instant, k *call) {
 	case opening && k.timeout() > 0 && now >= k.began+k.timeout():
 		m.calls.giveUp(k, frame.DeadlineExceeded, "the call's timeout passed before its inputs were announced")
 	case opening && now >= k.began+idle:
-		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/second))
+		m.calls.giveUp(k, frame.DeadlineExceeded, fmt.Sprintf("call expired: %d of its inputs were not announced within %d s", k.missing, idle/terms.Second))
 	}
 	for _, t := range k.ins {
 		if long := m.silent(now, t.last); long != "" && !t.Dead && t.Asm.Held() < t.Limit {

@@ -98,17 +98,21 @@ func (r *receiver) dropAll(k *call) {
 	k.ins = nil
 }
 
-// Claim is a chunk that is being copied to its place. It is reused for further chunks.
+// Claim is a chunk that is being copied to its place. It is reused for further chunks. What
+// assembler.Claim does may run concurrently with the machine.
 type Claim struct {
-	claim  assembler.Claim
+	assembler.Claim
 	tensor *in
 	lane   bool // made by ClaimLane
 }
 
-// Copy writes the chunk's bytes, which it borrows, to their place. It returns their
-// checksum, and an error if they could not be decoded. It may run concurrently with the
-// machine.
-func (c *Claim) Copy(views [][]byte) (got uint32, err error) { return c.claim.Copy(views) }
+// end returns the tensor of a claim that is open no more.
+func (c *Claim) end() *in {
+	t := c.tensor
+	c.tensor = nil
+	t.call.claims--
+	return t
+}
 
 // Claim decides whether to accept the chunk of a frame whose control parts have been
 // handled. If it returns true, the caller calls c.Copy, outside any lock, and then Commit.
@@ -138,7 +142,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 	if k != codec.None && !slices.Contains(m.cfg.Codecs, k) {
 		return bad("chunk %d is encoded in %v, which the hello of this side does not name", ch.Index, k)
 	}
-	place, err := t.Asm.Claim(&c.claim, ch.Index, n, k, ch.Sum)
+	place, err := t.Asm.Claim(&c.Claim, ch.Index, n, k, ch.Sum)
 	switch {
 	case err != nil:
 		return bad("%s", reason.Plain(err))
@@ -154,9 +158,7 @@ func (m *Machine) claim(now Instant, t *in, ch *frame.Chunk, n int, c *Claim) bo
 
 // Commit ends a claim with the results of Copy or Fill.
 func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
-	t := c.tensor
-	c.tensor = nil
-	t.call.claims--
+	t := c.end()
 	if bad := m.in.commit(now, t, c, got, failed); bad != nil {
 		m.fail(&t.Desc, t.call, bad)
 	}
@@ -166,18 +168,17 @@ func (m *Machine) Commit(now Instant, c *Claim, got uint32, failed error) {
 }
 
 // commit ends a claim. An error ends the tensor.
-func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed error) *frame.Error {
-	c := &claim.claim
+func (r *receiver) commit(now Instant, t *in, c *Claim, got uint32, failed error) *frame.Error {
 	off, n := t.Geo.Span(c.Index())
 	if t.Dead {
-		_, _ = t.Asm.Commit(c, got, failed) // returns the memory
+		_, _ = t.Asm.Commit(&c.Claim, got, failed) // returns the memory
 		return nil
 	}
 	at := len(r.events)
 	// Must precede the return of the memory that the chunk fills; removed below if the
 	// chunk does not count.
 	r.tell(Event{Kind: EventChunk, Call: t.call.part.ID, Tensor: t.Desc.Tensor, Desc: &t.Desc, Off: off, N: n})
-	ok, err := t.Asm.Commit(c, got, failed)
+	ok, err := t.Asm.Commit(&c.Claim, got, failed)
 	if !ok {
 		r.events = r.events[:at]
 	}
@@ -204,7 +205,7 @@ func (r *receiver) commit(now Instant, t *in, claim *Claim, got uint32, failed e
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
 	t.bytes += n
-	if claim.lane {
+	if c.lane {
 		r.stats.LaneBytesIn += n
 	}
 	if t.Asm.Whole() {

@@ -105,7 +105,7 @@ func (m *Machine) addSummaries(p *flow.Parcel) {
 	for s := &m.out; len(s.summaries) > 0 && p.Room(len(p.Summaries)); {
 		q := flow.Pop(&s.summaries, 0)
 		p.Summaries = append(p.Summaries, q.Summary)
-		p.Bytes += len(q.Name) + len(q.Message) + len(q.Reason) + summaryBytes
+		p.Bytes += len(q.Name) + len(q.Message) + len(q.Reason) + 96
 		m.waiting -= len(q.Message)
 		q.call.unsent--
 		m.tell(Event{Kind: EventSummed, Call: q.Call, Tensor: q.Tensor})
@@ -213,7 +213,7 @@ func (m *Machine) Unread(now, since, most Instant) string {
 	case m.cfg.OneWay && long != "":
 		return long + "; pull again, and keep reading"
 	case !m.cfg.OneWay && now-since > most && (m.cfg.Server || now-m.alive > most):
-		return fmt.Sprintf("%v s", float64(most)/float64(second))
+		return fmt.Sprintf("%v s", most.Seconds())
 	}
 	return ""
 }

@@ -527,7 +527,7 @@ func (c *openClaim) holds(t *sink, l *lentMem, filled bool) bool {
 
 // touches reports whether a claim's chunk lies in l.
 func (c *openClaim) touches(l *lentMem) bool {
-	off, n := c.c.tensor.Geo.Span(c.c.claim.Index())
+	off, n := c.c.tensor.Geo.Span(c.c.Index())
 	return off < l.off+int64(len(l.mem)) && l.off < off+n
 }
 

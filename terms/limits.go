@@ -7,21 +7,16 @@ import (
 )
 
 const (
-	kib = 1 << 10
-	mib = 1 << 20
-
 	// retainedBytes is how much a server retains, for all calls of a session, of what they
 	// contain: names, params, metadata, of open calls and of those whose done is not sent.
-	// It is in addition to tensorBytes for each tensor that may be open.
-	retainedBytes = 1 * mib
-	// tensorBytes is what is retained for one incoming tensor, except its names and
-	// metadata, without charging a budget: tensorState and the chunk table.
-	tensorBytes = tensorState + frame.AllowanceChunks*assembler.ChunkOverhead
-	tensorState = 1 * kib
+	// For each tensor that may be open, there are tensorState and a table of
+	// frame.AllowanceChunks besides, which charge no budget.
+	retainedBytes = 1 << 20
+	tensorState   = 1 << 10
 )
 
 // Retained is what is retained for the parts of a call.
-var Retained = frame.Sizes{Binding: 32, Entry: 96, Selection: 1 * kib, Range: 16}
+var Retained = frame.Sizes{Binding: 32, Entry: 96, Selection: 1 << 10, Range: 16}
 
 // HeldCalls times the limit of open calls is the maximum number of all calls, including those
 // whose results wait for acknowledgement: those of a frame that arrives before its
@@ -37,12 +32,15 @@ const laneStall = 5 * Second
 // no chunk is whole, as a line of 9.6 kbit/s does, and SlowChunk how long a client believes a
 // server that says that one comes: the largest.
 const (
-	LeastRate = 1 * kib
+	LeastRate = 1 << 10
 	SlowChunk = frame.ChunkBytesCeiling / LeastRate * Second
 )
 
 // Instant is a time in nanoseconds since a fixed point that the caller chooses.
 type Instant int64
+
+// Seconds returns the time in seconds.
+func (i Instant) Seconds() float64 { return float64(i) / float64(Second) }
 
 // Units of Instant.
 const (
@@ -67,7 +65,7 @@ type Limits struct {
 // DefaultLimits returns the default limits of a session.
 func DefaultLimits() Limits {
 	return Limits{
-		ChunkBytes: 1 * mib, AllowanceBytes: 1 * mib, TensorBytes: 16 << 30,
+		ChunkBytes: 1 << 20, AllowanceBytes: 1 << 20, TensorBytes: 16 << 30,
 		OpenTensors: 64, OpenCalls: 64,
 		FirstFrame: 10 * Second, ChunkIdle: 30 * Second, InputIdle: 3600 * Second, SessionIdle: 600 * Second,
 	}
@@ -98,7 +96,9 @@ func set[T uint32 | int | int64 | Instant](v *T, def, most T) {
 }
 
 // RetainedBytes is how much a session retains of calls and tensors.
-func (l Limits) RetainedBytes() int { return retainedBytes + l.OpenTensors*tensorBytes }
+func (l Limits) RetainedBytes() int {
+	return retainedBytes + l.OpenTensors*(tensorState+frame.AllowanceChunks*assembler.ChunkOverhead)
+}
 
 // RetainedByDesc returns how many bytes are retained for a tensor with this geometry.
 func RetainedByDesc(p *frame.Desc, geo tensor.Geometry) int {

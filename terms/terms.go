@@ -78,7 +78,7 @@ func (c *Config) LanePatience(told uint32, n int) Instant {
 	if !c.Server && told > 0 {
 		idle = Instant(told) * Millisecond
 	}
-	return min(laneStall*Instant(1+n/mib), idle/2)
+	return min(laneStall*Instant(1+n>>20), idle/2)
 }
 
 // Accept checks the peer's hello, and returns the parts of it that bind this side, and the
@@ -94,7 +94,7 @@ func (c *Config) Accept(h *frame.Hello) (peer frame.Hello, code codec.Codec, bad
 		return peer, code, frame.Errorf(frame.InvalidArgument, "the server's hello names another session or checksum")
 	}
 	peer = *h
-	set(&peer.MaxChunkBytes, 1*mib, frame.ChunkBytesCeiling)
+	set(&peer.MaxChunkBytes, 1<<20, frame.ChunkBytesCeiling)
 	set(&peer.MaxOpenTensors, 64, 1<<16)
 	peer.AllowanceBytes = min(peer.AllowanceBytes, frame.AllowanceCeiling)
 	peer.Codecs = nil // valid only as long as the frame

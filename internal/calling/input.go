@@ -135,7 +135,7 @@ func (f *feed) announce(item int64) (ahead int) {
 		if !f.announced && f.geo.Size/chunk < tensor.MaxChunks {
 			f.geo.ChunkBytes = chunk
 		}
-		ahead = slots * int(min(max(1, (1<<20)/f.geo.ChunkBytes), smallChunks))
+		ahead = session.Slabs * int(min(max(1, (1<<20)/f.geo.ChunkBytes), smallChunks))
 		if f.announced {
 			return
 		}
@@ -189,7 +189,7 @@ func (f *feed) run() {
 	}
 	row, most := max(1, row), min(f.geo.ChunkBytes, f.geo.Size)
 	// The server ends a call whose inputs are not announced in time.
-	late := time.AfterFunc(rest.every, func() { f.announce(max(row, f.geo.Size/lateChunks/row*row)) })
+	late := time.AfterFunc(rest.every, func() { f.announce(max(row, f.geo.Size/frame.AllowanceChunks/row*row)) })
 	defer late.Stop()
 	if f.in.Next != nil {
 		f.pass(rest)

@@ -3,20 +3,13 @@ package calling
 import "time"
 
 const (
-	// slots is how many chunks a streamed input is read ahead: enough for a round trip of a
-	// few milliseconds.
-	slots = 8
-	// smallChunks times as many are, of chunks that are as many times smaller than 1 MiB: the
-	// chunks of a call that makes small rows would leave a far line empty.
+	// smallChunks times session.Slabs are how many chunks of a streamed input are read ahead, of
+	// chunks that are as many times smaller than 1 MiB: the chunks of a call that makes small
+	// rows would leave a far line empty.
 	smallChunks = 128
-	// lateChunks is about how many chunks an input has at most whose first item is late: nobody
-	// knows how large items will be.
-	lateChunks = 4096
-	// pushTensors is how many tensors of a push may be on their way, of half of those that
-	// the server keeps open; pushPieces is how many pieces of one, of 1 MiB or a chunk.
-	pushTensors = 32
-	pushPieces  = 16
-	pushBytes   = 16 << 20 // of tensors on their way, unless one alone is larger or the server is far
+	// pushPieces is how many pieces, of 1 MiB or a chunk, of a tensor of a push may be on their
+	// way, and how many MiB of all of them, unless one alone is larger or the server is far.
+	pushPieces = 16
 	// pullTensors limits the tensors of a pull with a glob, each of which takes a few
 	// hundred bytes and its name: a server's folder holds as many by default.
 	pullTensors = 1 << 16

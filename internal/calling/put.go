@@ -145,8 +145,8 @@ func (p *put) send(t *Out) bool {
 		room := false
 		s.Do(func(m *stream.Machine, now stream.Instant) {
 			st := m.Status()
-			most := min(max(st.PeerTensors/2, 1), pushTensors)
-			if room = len(p.byID) == 0 || len(p.byID) < most && p.bytes+t.Bytes <= max(pushBytes, m.Ahead(now)); room {
+			most := max(st.PeerTensors/2, 1)
+			if room = len(p.byID) == 0 || len(p.byID) < most && p.bytes+t.Bytes <= max(pushPieces*session.PieceBytes, m.Ahead(now)); room {
 				geo, err = s.Lanes.Geometry(m, t.Desc)
 				p.byID[id] = t
 				p.bytes += t.Bytes

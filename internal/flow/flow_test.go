@@ -102,7 +102,7 @@ func TestAnAcknowledgementWaitsForAFrameUnlessTheSenderNeedsIt(t *testing.T) {
 			r.WantCredit(0, in)
 			require.True(t, r.DueNow(), "the peer has used all of its credit")
 			var f frame.Frame
-			r.Add(&f)
+			r.Add(&Parcel{Frame: &f})
 			require.Equal(t, []frame.Credit{{Tensor: in.Desc.Tensor, Limit: 2}}, f.Credits)
 
 			place(t, in, 1)
@@ -113,7 +113,7 @@ func TestAnAcknowledgementWaitsForAFrameUnlessTheSenderNeedsIt(t *testing.T) {
 				require.Zero(t, r.Open)
 			}
 			f.Reset()
-			r.Add(&f)
+			r.Add(&Parcel{Frame: &f})
 			require.Len(t, f.Acks, tc.acks)
 			require.Zero(t, r.Open, "what is whole and acknowledged is not open")
 			_, acks := r.Due()

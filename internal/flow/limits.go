@@ -12,9 +12,6 @@ const (
 	// lazyAck is how long an acknowledgement or a credit that nobody waits for may be
 	// delayed, to be sent along with another frame.
 	lazyAck = 20 * terms.Millisecond
-	// ackNumbers is how many numbers of chunks the acknowledgements of a frame have, unless
-	// one alone has more: about 10 KiB.
-	ackNumbers = 2048
 	// roadLook is how often the rate of a road is looked at, at most.
 	roadLook = 100 * terms.Millisecond
 	// laneRest is how long a side sends nothing by lanes after one has stalled for the first
@@ -26,11 +23,10 @@ const (
 	// aheadMost bounds what is lent, or offered, ahead of one tensor: what moves in two round
 	// trips of 100 ms at 10 Gbit/s.
 	aheadMost = 256 << 20
-	// FrameParts is the most control parts of a kind in one frame.
-	FrameParts = 64
+	// frameParts is the most control parts of a kind in one frame, and the most chunks that
+	// an acknowledgement asks for again.
+	frameParts = 64
 	// FrameBytes is the size at which a frame gets no more control parts. The receiver
 	// accepts 64 KiB, so one part more than counted always fits.
 	FrameBytes = 24 << 10
-	// RetainedQueue is the capacity up to which an empty queue is kept.
-	RetainedQueue = 64
 )

@@ -146,29 +146,25 @@ func (r *Receiver) DueNow() bool { return len(r.credits)+len(r.acks) > 0 && r.La
 func (r *Receiver) Due() (credits, acks int) { return len(r.credits), len(r.acks) }
 
 // Add adds what waits to a frame.
-func (r *Receiver) Add(f *frame.Frame) {
+func (r *Receiver) Add(p *Parcel) {
 	r.LazyAt = 0
-	for len(r.credits) > 0 && len(f.Credits) < FrameParts {
+	for len(r.credits) > 0 && p.Room(len(p.Credits)) {
 		t := Pop(&r.credits, len(r.credits)-1)
 		t.creditDue = false
 		if !t.Dead {
 			t.Limit = t.Asm.Limit()
-			f.Credits = append(f.Credits, frame.Credit{Tensor: t.Desc.Tensor, Limit: t.Limit})
+			p.Credits = append(p.Credits, frame.Credit{Tensor: t.Desc.Tensor, Limit: t.Limit})
 		}
 	}
-	numbers := 0
-	for len(r.acks) > 0 && len(f.Acks) < FrameParts {
+	for len(r.acks) > 0 && p.Room(len(p.Acks)) {
 		t := r.acks[len(r.acks)-1]
 		whole := t.Asm.Whole() && !t.Unchecked
 		if t.Dead && !(whole && t.Owner.OwesAck(r.Terms.Server, &t.Desc)) {
 			Pop(&r.acks, len(r.acks)-1)
 			continue // done says more than an ack could
 		}
-		if numbers > ackNumbers {
-			break
-		}
 		t.acked = t.Asm.Held()
-		n := min(len(t.resend), FrameParts)
+		n := min(len(t.resend), frameParts)
 		a := frame.Ack{Tensor: t.Desc.Tensor, Below: t.Asm.Below(), Resend: t.resend[:n:n]}
 		if t.acked > a.Below {
 			a.Beyond = t.Asm.Beyond(frame.AckPairs)
@@ -181,8 +177,8 @@ func (r *Receiver) Add(f *frame.Frame) {
 				}
 			}
 		}
-		numbers += len(a.Beyond) + n
-		f.Acks = append(f.Acks, a)
+		p.Acks = append(p.Acks, a)
+		p.Bytes += 5 * (len(a.Beyond) + n) // of varints
 		if t.resend = t.resend[n:]; len(t.resend) > 0 {
 			break
 		}

@@ -230,13 +230,13 @@ type Parcel struct {
 }
 
 // Room reports whether another part may be added, given how many of its kind there are.
-func (p *Parcel) Room(parts int) bool { return parts < FrameParts && p.Bytes < FrameBytes }
+func (p *Parcel) Room(parts int) bool { return parts < frameParts && p.Bytes < FrameBytes }
 
 // Pop removes and returns the i-th element of a queue. It frees a long queue that has
 // become empty.
 func Pop[T any](q *[]T, i int) T {
 	v := (*q)[i]
-	if *q = slices.Delete(*q, i, i+1); len(*q) == 0 && cap(*q) > RetainedQueue {
+	if *q = slices.Delete(*q, i, i+1); len(*q) == 0 && cap(*q) > frame.KeptParts {
 		*q = nil
 	}
 	return v

@@ -34,7 +34,7 @@ func (g *growth) next(l look, n, most int) (want int, why string) {
 	g.best = max(g.best, (l.rate+g.last)/2) // one look may see what waited before
 	less := l.rate < laneGain*g.before
 	if g.enough {
-		less = l.rate < laneHold*g.best
+		less = l.rate*laneGain < g.best
 	}
 	opening := l.rate >= laneGain*g.last && !g.enough // their windows are
 	if g.last = l.rate; less && !opening {
@@ -122,7 +122,7 @@ func (l *Lanes) look() (seen look, ok bool) {
 			return look{}, true
 		}
 	}
-	if queue >= max(least/fullShare, fullLeast) {
+	if queue >= max(least/fullShare, lane.Far) {
 		seen.queue = queue
 	}
 	if all.Again >= fullLost {

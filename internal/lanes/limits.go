@@ -13,14 +13,12 @@ const (
 	farLanes = 8
 	laneGain = 1.1
 	// laneLooks is how many looks in a row must find less gain for that to end. One is enough
-	// when packets never wait less than 1/fullShare of a round trip, and fullLeast, or one in a
+	// when packets never wait less than 1/fullShare of a round trip, and lane.Far, or one in a
 	// hundred, and fullLost, were sent again. It begins again after laneLooks at less than
-	// laneHold of the most that was carried.
+	// 1/laneGain of the most that was carried.
 	laneLooks = 3
 	fullShare = 10
-	fullLeast = 1 * time.Millisecond
 	fullLost  = 10
-	laneHold  = 0.9
 	// A look at what lanes carry takes roadTrips round trips, but at least roadLeast and at
 	// most roadMost: a new one has about filled its window by then.
 	roadTrips = 4

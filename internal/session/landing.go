@@ -205,7 +205,7 @@ func (l *Landing) more() error {
 			p.slab = l.spare[len(l.spare)-1]
 			l.spare = l.spare[:len(l.spare)-1]
 			p.mem = p.slab.Bytes()[:n]
-		case int64(l.slabs) >= max(landingSlabs, l.ahead/l.size):
+		case int64(l.slabs) >= max(Slabs, l.ahead/l.size):
 			return nil
 		default:
 			s, err := l.Slab(int(n))

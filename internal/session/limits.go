@@ -19,10 +19,10 @@ const (
 	// PieceBytes is what a put or a get lends, offers and hashes at a time, or a chunk if that
 	// is larger: large enough that a lock for each costs nothing.
 	PieceBytes = 1 << 20
-	// landingSlabs is how many pieces a tensor has that does not rest in memory, and
-	// landingPieces how many are lent of one that does: more is hashed again if a chunk is
-	// missing.
-	landingSlabs  = 8
+	// Slabs is how many pieces a tensor has that does not rest in memory, enough for a round
+	// trip of a few milliseconds, and landingPieces how many are lent of one that does: more
+	// is hashed again if a chunk is missing.
+	Slabs         = 8
 	landingPieces = 64
 	// farTrip is the round trip from which more is lent and offered ahead: what the constants
 	// above allow lasts for shorter ones.
