@@ -66,6 +66,14 @@ func (m *Machine) Lend(now Instant, id tensor.ID, mem []byte, done func(filled b
 	return nil
 }
 
+// InPlace returns how many bytes of an incoming tensor, from its beginning on, are in place.
+func (m *Machine) InPlace(id tensor.ID) int64 {
+	if t := m.in.tensors[id]; t != nil {
+		return min(int64(t.Asm.Below())*t.Geo.ChunkBytes, t.Geo.Size)
+	}
+	return 0
+}
+
 // Stay says whether a tensor on allowance stays in memory that is promised for such: while it
 // does, it is not acknowledged, and its part of the allowance does not go back.
 func (m *Machine) Stay(now Instant, id tensor.ID, stays bool) {

@@ -160,8 +160,8 @@ func (c *Call) event(m *stream.Machine, now stream.Instant, e stream.Event) {
 			case r.mem != nil:
 				r.came = append(r.came, uint32(e.Off/r.geo.ChunkBytes))
 				c.news.Tell()
-			case r.to != nil && r.geo.ChunkBytes < session.PieceBytes: // or a piece is one chunk
-				r.to.Arrived(e.Off, e.N)
+			case r.to != nil:
+				r.to.Tell()
 			}
 		}
 	}

@@ -138,9 +138,7 @@ type getter struct {
 func (g *getter) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventChunk:
-		if g.landing.InOrder {
-			g.landing.Arrived(e.Off, e.N)
-		}
+		g.news.Tell()
 	case stream.EventTensor:
 		g.landing = &Landing{
 			Session: g.sess, Tensor: e.Tensor, Geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)},

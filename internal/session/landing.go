@@ -63,11 +63,9 @@ type Landing struct {
 	ahead  int64 // bytes to be lent ahead, if more than usual
 
 	// Guarded by the session's lock.
-	away   []*piece // lent
-	came   []*piece
-	here   int64           // bytes from the beginning on that are in place, as Arrived says
-	beyond map[int64]int64 // lengths of those in place behind a gap, by offset
-	lost   []*piece        // came back without their bytes
+	away []*piece // lent
+	came []*piece
+	lost []*piece // came back without their bytes
 }
 
 type piece struct {
@@ -140,33 +138,23 @@ func (l *Landing) Step() error {
 	}
 }
 
-// Arrived says that bytes of a tensor in order are in place, of a piece that is not: they can
-// be handed over. The session is locked.
-func (l *Landing) Arrived(off, n int64) {
-	if l.beyond == nil {
-		l.beyond = make(map[int64]int64)
-	}
-	l.beyond[off] = n
-	for n, there := l.beyond[l.here]; there; n, there = l.beyond[l.here] {
-		delete(l.beyond, l.here)
-		l.here += n
-		l.Tell()
-	}
-}
-
 // take returns a piece that has come or, in order, one of which a part is in place; nil if there
 // is none.
 func (l *Landing) take() (p *piece, part bool) {
-	l.Session.Do(func(*stream.Machine, stream.Instant) {
+	l.Session.Do(func(m *stream.Machine, _ stream.Instant) {
 		i := slices.IndexFunc(l.came, func(p *piece) bool { return !l.InOrder || p.off <= l.next })
 		if i >= 0 {
 			p = l.came[i]
 			l.came = slices.Delete(l.came, i, i+1)
 			return
 		}
-		i = slices.IndexFunc(l.away, func(p *piece) bool { return l.next < min(l.here, p.off+int64(len(p.mem))) && p.off <= l.next })
+		if !l.InOrder {
+			return
+		}
+		here := m.InPlace(l.Tensor)
+		i = slices.IndexFunc(l.away, func(p *piece) bool { return l.next < min(here, p.off+int64(len(p.mem))) && p.off <= l.next })
 		if part = i >= 0; part {
-			p = &piece{off: l.away[i].off, mem: l.away[i].mem[:min(l.here-l.away[i].off, int64(len(l.away[i].mem)))]}
+			p = &piece{off: l.away[i].off, mem: l.away[i].mem[:min(here-l.away[i].off, int64(len(l.away[i].mem)))]}
 		}
 	})
 	return p, part

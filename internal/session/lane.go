@@ -68,11 +68,13 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 	n := &lane{Lane: l, ended: ended}
 	n.write = func() { s.writeLane(n) }
 	var oldest *lane
-	s.mu.Lock()
-	over := s.over
-	if !over {
-		n.since = s.now()
-		if open := s.open(); len(open) >= s.m.LanesAtOnce() {
+	over := false
+	s.Do(func(m *stream.Machine, now stream.Instant) {
+		if over = s.over; over {
+			return
+		}
+		n.since = now
+		if open := s.open(); len(open) >= m.LanesAtOnce() {
 			oldest = open[0]
 			s.forget(oldest)
 		}
@@ -85,9 +87,7 @@ func (s *Session) AddLane(l Lane, ended func(why error)) {
 		s.laned()
 		s.work.Add(1)
 		go s.readLane(n)
-		s.dispatch(n.since)
-	}
-	s.mu.Unlock()
+	})
 	if over {
 		n.end(s.Cause())
 	}
@@ -134,7 +134,6 @@ func (s *Session) forget(l *lane) {
 	s.lanes[n-1], l.number = nil, 0
 	s.laned()
 	s.m.LoseLane(n)
-	s.dispatch(s.now())
 }
 
 // end closes the lane, and tells why.
@@ -153,17 +152,13 @@ func (s *Session) retire(l *lane, why error) {
 	case errors.Is(why, io.EOF):
 		why = ErrLaneClosed
 	}
-	s.mu.Lock()
-	if errors.Is(why, ErrStalled) {
-		s.m.RestLanes(s.now())
-	}
-	s.forget(l)
-	pending := s.m.Pending()
-	s.mu.Unlock()
+	s.Do(func(m *stream.Machine, now stream.Instant) {
+		if errors.Is(why, ErrStalled) {
+			m.RestLanes(now)
+		}
+		s.forget(l)
+	})
 	l.end(why)
-	if pending {
-		s.nudge()
-	}
 }
 
 // stalled returns a lane that the peer acknowledges too little of, if there is one.
@@ -281,23 +276,17 @@ func (s *Session) locked(f func(m *stream.Machine, now stream.Instant) bool) (re
 func (s *Session) writeLane(l *lane) {
 	defer s.work.Done()
 	for yielded := s.now(); ; s.yield(&yielded) {
-		s.mu.Lock()
 		var held interface{ Release() }
-		ok := l.number > 0
-		if ok {
-			held, ok = s.m.NextLane(s.now(), &l.out, l.number)
-		}
+		var st stream.Status
+		ok := false
+		s.Do(func(m *stream.Machine, now stream.Instant) {
+			if l.number > 0 {
+				held, ok = m.NextLane(now, &l.out, l.number)
+			}
+			l.writing, st = ok, m.Status()
+		})
 		if !ok {
-			l.writing = false
-			s.mu.Unlock()
 			return
-		}
-		st := s.m.Status()
-		s.dispatch(s.now())
-		pending := s.m.Pending()
-		s.mu.Unlock()
-		if pending {
-			s.nudge()
 		}
 		if held = s.seal(&l.out, held, st); held == nil {
 			continue
