@@ -8,7 +8,6 @@
 package chunker
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -33,18 +32,15 @@ type Releaser interface{ Release() }
 // Chunker cuts one tensor.
 type Chunker struct {
 	geo     tensor.Geometry
-	regions []*region        // ascending by offset, the acknowledged ones gone
-	ready   []span           // chunks that lie wholly in offered memory and were never taken, ascending
-	again   []uint32         // chunks to be sent again, ascending
-	partial map[uint32]int64 // bytes still missing of chunks offered in part
-	acked   []span           // ascending and apart
-	sent    []span           // taken or skipped, ascending and apart
-	skipped []span           // never sent and not acknowledged, ascending
-	offered int64
+	regions []*region     // ascending by offset, the acknowledged ones gone
+	offered spans[int64]  // bytes, those skipped included
+	ready   spans[uint32] // chunks that lie wholly in offered memory and were never taken
+	again   []uint32      // chunks to be sent again, ascending
+	acked   spans[uint32]
+	sent    spans[uint32] // taken or skipped
+	skipped spans[uint32] // never sent and not acknowledged
 	closed  bool
 }
-
-type span struct{ lo, hi uint32 }
 
 // region is offered memory, shared by the chunker until acknowledged and by
 // each view handed out until its Release.
@@ -74,6 +70,50 @@ func (r *region) Release() {
 
 func (r *region) end() int64 { return r.off + int64(len(r.data)) }
 
+// spans are ranges, ascending and apart.
+type spans[T uint32 | int64] []span[T]
+
+type span[T uint32 | int64] struct{ lo, hi T }
+
+// search finds the first span that ends behind v.
+func (s spans[T]) search(v T) int {
+	return sort.Search(len(s), func(i int) bool { return s[i].hi > v })
+}
+
+// has reports whether all of [lo, hi) lies in one span.
+func (s spans[T]) has(lo, hi T) bool {
+	at := s.search(lo)
+	return at < len(s) && s[at].lo <= lo && hi <= s[at].hi
+}
+
+// meets reports whether some of [lo, hi) lies in a span.
+func (s spans[T]) meets(lo, hi T) bool {
+	at := s.search(lo)
+	return at < len(s) && s[at].lo < hi
+}
+
+// add adds [lo, hi), and joins it with what it touches. It reports whether some of it was new.
+func (s *spans[T]) add(lo, hi T) (news bool) {
+	if lo >= hi || s.has(lo, hi) {
+		return false
+	}
+	from := sort.Search(len(*s), func(i int) bool { return (*s)[i].hi >= lo })
+	to := from
+	for ; to < len(*s) && (*s)[to].lo <= hi; to++ {
+		lo, hi = min(lo, (*s)[to].lo), max(hi, (*s)[to].hi)
+	}
+	*s = slices.Replace(*s, from, to, span[T]{lo, hi})
+	return true
+}
+
+// prefix returns the end of the span that begins at 0, or 0.
+func (s spans[T]) prefix() T {
+	if len(s) == 0 || s[0].lo > 0 {
+		return 0
+	}
+	return s[0].hi
+}
+
 // New returns a chunker with nothing offered yet.
 func New(geo tensor.Geometry) *Chunker { return &Chunker{geo: geo} }
 
@@ -99,99 +139,29 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	for at > 0 && c.regions[at-1].off > off { // nearly always the end
 		at--
 	}
-	if at > 0 && c.regions[at-1].end() > off || at < len(c.regions) && c.regions[at].off < off+n ||
-		n > 0 && c.hasAny(off, off+n) || c.geo.Size == 0 && c.Offered() {
+	if c.offered.meets(off, off+n) || c.geo.Size == 0 && c.Offered() {
 		return fmt.Errorf("%w: bytes [%d,+%d) were offered before", ErrOffer, off, n)
 	}
 	r := regionPool.Get().(*region)
 	r.off, r.data, r.release = off, data, release
 	r.refs.Store(1)
 	c.regions = slices.Insert(c.regions, at, r)
-	c.offered += n
 	if c.geo.Size == 0 {
-		c.ready, _ = merge(c.ready, span{0, 1})
+		c.ready.add(0, 1)
 		return nil
 	}
-	c.cover(off, off+n)
-	return nil
-}
-
-// cover makes ready the chunks that the bytes [from, to) complete.
-func (c *Chunker) cover(from, to int64) {
-	lo := uint32(from / c.geo.ChunkBytes)
-	hi := uint32((to-1)/c.geo.ChunkBytes) + 1
-	first, last := lo, hi-1
-	if !c.edge(first, from, to) {
+	c.offered.add(off, off+n)
+	// The chunks at both ends may be offered in part.
+	all := c.offered[c.offered.search(off)]
+	lo, hi := uint32(off/c.geo.ChunkBytes), uint32((off+n-1)/c.geo.ChunkBytes)+1
+	if int64(lo)*c.geo.ChunkBytes < all.lo {
 		lo++
 	}
-	if last > first && !c.edge(last, from, to) {
+	if min(int64(hi)*c.geo.ChunkBytes, c.geo.Size) > all.hi {
 		hi--
 	}
-	if lo < hi {
-		c.ready, _ = merge(c.ready, span{lo, hi})
-	}
-}
-
-// edge counts the bytes [from, to) towards a chunk and reports whether it is complete.
-func (c *Chunker) edge(index uint32, from, to int64) bool {
-	off, n := c.geo.Span(index)
-	part := min(to, off+n) - max(from, off)
-	if part == n {
-		return true
-	}
-	missing, ok := c.partial[index]
-	if !ok {
-		missing = n
-	}
-	if missing -= part; missing == 0 {
-		delete(c.partial, index)
-		return true
-	}
-	if c.partial == nil {
-		c.partial = make(map[uint32]int64)
-	}
-	c.partial[index] = missing
-	return false
-}
-
-// search finds the first of ascending spans that ends behind a chunk.
-func search(spans []span, index uint32) int {
-	at, _ := slices.BinarySearchFunc(spans, index, func(s span, index uint32) int { return cmp.Compare(uint64(s.hi), uint64(index)+1) })
-	return at
-}
-
-// covered reports whether all chunks [lo, hi) lie in one of ascending spans.
-func covered(spans []span, lo, hi uint32) bool {
-	at := search(spans, lo)
-	return at < len(spans) && spans[at].lo <= lo && hi <= spans[at].hi
-}
-
-// merge adds s to ascending spans, some of which may have chunks of it, and joins it with those
-// that it touches. It reports whether one of its chunks was new.
-func merge(spans []span, s span) (all []span, news bool) {
-	if s.lo >= s.hi || covered(spans, s.lo, s.hi) {
-		return spans, false
-	}
-	from, _ := slices.BinarySearchFunc(spans, s.lo, func(s span, lo uint32) int { return cmp.Compare(s.hi, lo) })
-	to := from
-	for ; to < len(spans) && spans[to].lo <= s.hi; to++ {
-		s = span{min(s.lo, spans[to].lo), max(s.hi, spans[to].hi)}
-	}
-	return slices.Replace(spans, from, to, s), true
-}
-
-// prefix returns the index below which every chunk lies in one of ascending spans.
-func prefix(spans []span) uint32 {
-	if len(spans) == 0 || spans[0].lo > 0 {
-		return 0
-	}
-	return spans[0].hi
-}
-
-// hasAny reports whether the receiver has a chunk with one of the bytes [from, to).
-func (c *Chunker) hasAny(from, to int64) bool {
-	at := search(c.acked, uint32(from/c.geo.ChunkBytes))
-	return at < len(c.acked) && int64(c.acked[at].lo)*c.geo.ChunkBytes < to
+	c.ready.add(lo, hi)
+	return nil
 }
 
 // Ready reports whether Take would find a chunk below limit.
@@ -217,7 +187,7 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if s.lo++; s.lo == s.hi {
 		c.ready = slices.Delete(c.ready, 0, 1)
 	}
-	c.sent, _ = merge(c.sent, span{index, index + 1})
+	c.sent.add(index, index+1)
 	return index, true
 }
 
@@ -229,9 +199,9 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	}
 	from, _ := c.geo.Span(lo)
 	last, n := c.geo.Span(hi - 1)
-	c.offered += last + n - from
-	c.skipped, _ = merge(c.skipped, span{lo, hi})
-	c.sent, _ = merge(c.sent, span{lo, hi})
+	c.offered.add(from, last+n)
+	c.skipped.add(lo, hi)
+	c.sent.add(lo, hi)
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
@@ -293,29 +263,27 @@ func (c *Chunker) Lose(index uint32) bool {
 // lost reports whether a chunk was taken, is not acknowledged and does not wait.
 func (c *Chunker) lost(index uint32) bool {
 	_, waits := slices.BinarySearch(c.again, index)
-	return !waits && !c.closed && !c.Has(index) && covered(c.sent, index, index+1) && !covered(c.skipped, index, index+1)
+	return !waits && !c.closed && !c.Has(index) && c.sent.has(index, index+1) && !c.skipped.has(index, index+1)
 }
 
 // Ack drops what the receiver holds: every chunk below the index, and those of the pairs
 // [lo, hi) beyond. It reports whether one of them was not acknowledged before, and fails
 // when the receiver claims to hold what was never sent.
 func (c *Chunker) Ack(below uint32, beyond []uint32) (news bool, err error) {
-	if sent := prefix(c.sent); below > sent {
+	if sent := c.sent.prefix(); below > sent {
 		return false, fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, sent)
 	}
 	for r := range slices.Chunk(beyond, 2) {
-		if !covered(c.sent, r[0], r[1]) {
+		if !c.sent.has(r[0], r[1]) {
 			return false, fmt.Errorf("%w: the chunks [%d, %d), which were not all sent", ErrAck, r[0], r[1])
 		}
 	}
 	if c.closed {
 		return false, nil
 	}
-	c.acked, news = merge(c.acked, span{0, below})
+	news = c.acked.add(0, below)
 	for r := range slices.Chunk(beyond, 2) {
-		var more bool
-		c.acked, more = merge(c.acked, span{r[0], r[1]})
-		news = news || more
+		news = c.acked.add(r[0], r[1]) || news
 	}
 	if !news {
 		return false, nil
@@ -325,25 +293,25 @@ func (c *Chunker) Ack(below uint32, beyond []uint32) (news bool, err error) {
 	c.drop(sort.Search(len(c.regions), func(i int) bool { return c.regions[i].end() > end }))
 	if last := c.acked[len(c.acked)-1]; last.hi > below {
 		c.regions = slices.DeleteFunc(c.regions, func(r *region) bool {
-			whole := covered(c.acked, uint32(r.off/c.geo.ChunkBytes), uint32((r.end()-1)/c.geo.ChunkBytes)+1)
+			whole := c.acked.has(uint32(r.off/c.geo.ChunkBytes), uint32((r.end()-1)/c.geo.ChunkBytes)+1)
 			if whole {
 				r.Release()
 			}
 			return whole
 		})
 	}
-	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= below })
+	c.skipped = slices.DeleteFunc(c.skipped, func(s span[uint32]) bool { return s.hi <= below })
 	c.again = slices.DeleteFunc(c.again, c.Has) // resends that crossed the ack
 	return true, nil
 }
 
 // Has reports whether the receiver has acknowledged a chunk.
-func (c *Chunker) Has(index uint32) bool { return covered(c.acked, index, index+1) }
+func (c *Chunker) Has(index uint32) bool { return c.acked.has(index, index+1) }
 
 // AckSent drops what was sent, up to the first chunk that is to be sent again: there is
 // nobody any more who could acknowledge it.
 func (c *Chunker) AckSent() {
-	sent := prefix(c.sent)
+	sent := c.sent.prefix()
 	if len(c.again) > 0 {
 		sent = min(sent, c.again[0])
 	}
@@ -353,10 +321,10 @@ func (c *Chunker) AckSent() {
 }
 
 // Below returns the index below which the receiver holds every chunk.
-func (c *Chunker) Below() uint32 { return prefix(c.acked) }
+func (c *Chunker) Below() uint32 { return c.acked.prefix() }
 
 // Unacked reports whether a chunk was taken, behind no gap, and is not acknowledged.
-func (c *Chunker) Unacked() bool { return c.Below() < prefix(c.sent) }
+func (c *Chunker) Unacked() bool { return c.Below() < c.sent.prefix() }
 
 func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
@@ -367,7 +335,7 @@ func (c *Chunker) drop(n int) {
 
 // Offered reports whether the whole tensor has been offered.
 func (c *Chunker) Offered() bool {
-	return c.offered == c.geo.Size && (c.offered > 0 || len(c.regions)+len(c.acked) > 0)
+	return c.offered.prefix() == c.geo.Size && (c.geo.Size > 0 || len(c.regions)+len(c.acked) > 0)
 }
 
 // Sent reports whether the whole tensor has been offered and no chunk waits.
@@ -380,5 +348,5 @@ func (c *Chunker) Acked() bool { return c.Below() == c.geo.Count() }
 func (c *Chunker) Close() {
 	c.closed = true
 	c.drop(len(c.regions))
-	c.ready, c.again, c.partial = nil, nil, nil
+	c.ready, c.again = nil, nil
 }

@@ -225,19 +225,12 @@ func (l *Landing) more() error {
 
 // held returns how many of the next bytes are in chunks that lie in one range of Held.
 func (l *Landing) held() (n int64) {
-	for len(l.Held) > 0 && l.lent+n < l.Geo.Size {
+	for size := int64(0); ; n += size {
 		off := l.lent + n
-		size := min(l.Geo.ChunkBytes, l.Geo.Size-off)
-		switch r := l.Held[0]; {
-		case r.Off+r.Len < off+size:
-			l.Held = l.Held[1:]
-		case r.Off <= off:
-			n += size
-		default:
+		if size = min(l.Geo.ChunkBytes, l.Geo.Size-off); !cover(&l.Held, off, size) {
 			return n
 		}
 	}
-	return n
 }
 
 // Home reports whether nothing is lent any more; if so, it releases the slabs. The tensor
