@@ -256,23 +256,22 @@ func (a *Assembler) Claim(c *Claim, index uint32, n int, k codec.Codec, sum uint
 	case index >= a.Limit():
 		return false, fmt.Errorf("%w: index %d, the limit is %d; wait for credit", ErrCredit, index, a.Limit())
 	}
-	if s := a.state[index]; s&stand != absent {
-		// What came in another codec may be the same bytes: to find out would cost
-		// a decoding.
-		if codec.Codec(s>>coded) != k || a.sums[index] == sum {
-			return false, nil
-		}
-		a.claims++
-		*c = Claim{asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), kind: a.kind, again: true, dst: c.dst[:0], decoded: c.decoded}
-		return true, nil
+	s := a.state[index]
+	again := s&stand != absent
+	// What came in another codec may be the same bytes: to find out would cost a decoding.
+	if again && (codec.Codec(s>>coded) != k || a.sums[index] == sum) {
+		return false, nil
 	}
-	a.state[index] = a.state[index]&failures | claimed | uint8(k)<<coded
-	a.sums[index] = sum
 	a.claims++
 	*c = Claim{
 		asm: a, index: index, sum: sum, seed: a.kind.Seed(a.id, index), dst: c.dst[:0],
-		off: off, n: int(want), size: n, kind: a.kind, codec: k, to: a.to, decoded: c.decoded,
+		off: off, n: int(want), size: n, kind: a.kind, codec: k, again: again, to: a.to, decoded: c.decoded,
 	}
+	if again {
+		return true, nil
+	}
+	a.state[index] = s&failures | claimed | uint8(k)<<coded
+	a.sums[index] = sum
 	if a.to != nil {
 		return true, nil
 	}
@@ -399,28 +398,22 @@ func (c *Claim) copy(views [][]byte) uint32 {
 func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 	i := c.index
 	invariants.Assert(c.asm == a && (c.again || a.dropped || a.state[i]&stand == claimed), "assembler: commit without a claim")
-	c.asm, c.to = nil, nil
-	clear(c.dst)
-	a.claims--
-	if a.dropped {
-		a.Drop()
+	switch {
+	case a.end(c):
 		return false, nil
-	}
-	if c.again {
+	case c.again:
 		if got == c.sum && a.Has(i) {
 			return false, fmt.Errorf("%w: chunk %d came with checksum %08x and again with %08x", ErrConflict, i, a.sums[i], c.sum)
 		}
 		return false, nil
-	}
-	if got != c.sum {
+	case got != c.sum:
 		a.state[i] = a.state[i]&failures + failure
 		if a.state[i]/failure >= MaxCorrupt {
 			return false, fmt.Errorf("%w: chunk %d arrived %d times with a wrong checksum (%08x promised, %08x got)",
 				ErrCorrupt, i, MaxCorrupt, c.sum, got)
 		}
 		return false, nil
-	}
-	if err != nil {
+	case err != nil:
 		a.state[i] &= failures
 		return false, fmt.Errorf("assembler: chunk %d: %w", i, err)
 	}
@@ -456,16 +449,20 @@ func (a *Assembler) Commit(c *Claim, got uint32, err error) (bool, error) {
 // before, and was not damaged.
 func (a *Assembler) Abort(c *Claim) {
 	invariants.Assert(c.asm == a, "assembler: abort without a claim")
-	c.asm, c.to = nil, nil
-	clear(c.dst)
-	a.claims--
-	if a.dropped {
-		a.Drop()
-		return
-	}
-	if !c.again {
+	if !a.end(c) && !c.again {
 		a.state[c.index] &= failures
 	}
+}
+
+// end counts a claim as open no more, and reports whether the tensor was dropped meanwhile: its
+// memory returns with the last claim.
+func (a *Assembler) end(c *Claim) (dropped bool) {
+	c.asm, c.to = nil, nil
+	clear(c.dst)
+	if a.claims--; a.dropped {
+		a.Drop()
+	}
+	return a.dropped
 }
 
 func (a *Assembler) fill(r *region) {
