@@ -32,13 +32,13 @@ type Releaser interface{ Release() }
 // Chunker cuts one tensor.
 type Chunker struct {
 	geo     tensor.Geometry
-	regions []*region     // ascending by offset, the acknowledged ones gone
-	offered spans[int64]  // bytes, those skipped included
-	ready   spans[uint32] // chunks that lie wholly in offered memory and were never taken
-	again   []uint32      // chunks to be sent again, ascending
-	acked   spans[uint32]
-	sent    spans[uint32] // taken or skipped
-	skipped spans[uint32] // never sent and not acknowledged
+	regions []*region // ascending by offset, the acknowledged ones gone
+	offered spans     // bytes, those skipped included
+	ready   spans     // chunks that lie wholly in offered memory and were never taken
+	again   []uint32  // chunks to be sent again, ascending
+	acked   spans
+	sent    spans // taken or skipped
+	skipped spans // never sent and not acknowledged
 	closed  bool
 }
 
@@ -71,29 +71,32 @@ func (r *region) Release() {
 func (r *region) end() int64 { return r.off + int64(len(r.data)) }
 
 // spans are ranges, ascending and apart.
-type spans[T uint32 | int64] []span[T]
+type spans []span
 
-type span[T uint32 | int64] struct{ lo, hi T }
+type span struct{ lo, hi int64 }
 
 // search finds the first span that ends behind v.
-func (s spans[T]) search(v T) int {
+func (s spans) search(v int64) int {
 	return sort.Search(len(s), func(i int) bool { return s[i].hi > v })
 }
 
 // has reports whether all of [lo, hi) lies in one span.
-func (s spans[T]) has(lo, hi T) bool {
+func (s spans) has(lo, hi int64) bool {
 	at := s.search(lo)
 	return at < len(s) && s[at].lo <= lo && hi <= s[at].hi
 }
 
+// chunk reports whether a chunk lies in a span.
+func (s spans) chunk(index uint32) bool { return s.has(int64(index), int64(index)+1) }
+
 // meets reports whether some of [lo, hi) lies in a span.
-func (s spans[T]) meets(lo, hi T) bool {
+func (s spans) meets(lo, hi int64) bool {
 	at := s.search(lo)
 	return at < len(s) && s[at].lo < hi
 }
 
 // add adds [lo, hi), and joins it with what it touches. It reports whether some of it was new.
-func (s *spans[T]) add(lo, hi T) (news bool) {
+func (s *spans) add(lo, hi int64) (news bool) {
 	if lo >= hi || s.has(lo, hi) {
 		return false
 	}
@@ -102,12 +105,12 @@ func (s *spans[T]) add(lo, hi T) (news bool) {
 	for ; to < len(*s) && (*s)[to].lo <= hi; to++ {
 		lo, hi = min(lo, (*s)[to].lo), max(hi, (*s)[to].hi)
 	}
-	*s = slices.Replace(*s, from, to, span[T]{lo, hi})
+	*s = slices.Replace(*s, from, to, span{lo, hi})
 	return true
 }
 
 // prefix returns the end of the span that begins at 0, or 0.
-func (s spans[T]) prefix() T {
+func (s spans) prefix() int64 {
 	if len(s) == 0 || s[0].lo > 0 {
 		return 0
 	}
@@ -153,11 +156,11 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	c.offered.add(off, off+n)
 	// The chunks at both ends may be offered in part.
 	all := c.offered[c.offered.search(off)]
-	lo, hi := uint32(off/c.geo.ChunkBytes), uint32((off+n-1)/c.geo.ChunkBytes)+1
-	if int64(lo)*c.geo.ChunkBytes < all.lo {
+	lo, hi := off/c.geo.ChunkBytes, (off+n-1)/c.geo.ChunkBytes+1
+	if lo*c.geo.ChunkBytes < all.lo {
 		lo++
 	}
-	if min(int64(hi)*c.geo.ChunkBytes, c.geo.Size) > all.hi {
+	if min(hi*c.geo.ChunkBytes, c.geo.Size) > all.hi {
 		hi--
 	}
 	c.ready.add(lo, hi)
@@ -166,7 +169,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 
 // Ready reports whether Take would find a chunk below limit.
 func (c *Chunker) Ready(limit uint32) bool {
-	return c.Again(limit) || len(c.ready) > 0 && c.ready[0].lo < limit
+	return c.Again(limit) || len(c.ready) > 0 && c.ready[0].lo < int64(limit)
 }
 
 // Again reports whether Take would return a chunk that was taken before.
@@ -183,11 +186,11 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 		return index, true
 	}
 	s := &c.ready[0]
-	index = s.lo
+	index = uint32(s.lo)
 	if s.lo++; s.lo == s.hi {
 		c.ready = slices.Delete(c.ready, 0, 1)
 	}
-	c.sent.add(index, index+1)
+	c.sent.add(int64(index), int64(index)+1)
 	return index, true
 }
 
@@ -200,8 +203,8 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	from, _ := c.geo.Span(lo)
 	last, n := c.geo.Span(hi - 1)
 	c.offered.add(from, last+n)
-	c.skipped.add(lo, hi)
-	c.sent.add(lo, hi)
+	c.skipped.add(int64(lo), int64(hi))
+	c.sent.add(int64(lo), int64(hi))
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
@@ -263,68 +266,68 @@ func (c *Chunker) Lose(index uint32) bool {
 // lost reports whether a chunk was taken, is not acknowledged and does not wait.
 func (c *Chunker) lost(index uint32) bool {
 	_, waits := slices.BinarySearch(c.again, index)
-	return !waits && !c.closed && !c.Has(index) && c.sent.has(index, index+1) && !c.skipped.has(index, index+1)
+	return !waits && !c.closed && !c.Has(index) && c.sent.chunk(index) && !c.skipped.chunk(index)
 }
 
 // Ack drops what the receiver holds: every chunk below the index, and those of the pairs
 // [lo, hi) beyond. It reports whether one of them was not acknowledged before, and fails
 // when the receiver claims to hold what was never sent.
 func (c *Chunker) Ack(below uint32, beyond []uint32) (news bool, err error) {
-	if sent := c.sent.prefix(); below > sent {
+	if sent := c.sent.prefix(); int64(below) > sent {
 		return false, fmt.Errorf("%w: every chunk below %d, but only those below %d were sent", ErrAck, below, sent)
 	}
 	for r := range slices.Chunk(beyond, 2) {
-		if !c.sent.has(r[0], r[1]) {
+		if !c.sent.has(int64(r[0]), int64(r[1])) {
 			return false, fmt.Errorf("%w: the chunks [%d, %d), which were not all sent", ErrAck, r[0], r[1])
 		}
 	}
 	if c.closed {
 		return false, nil
 	}
-	news = c.acked.add(0, below)
+	news = c.acked.add(0, int64(below))
 	for r := range slices.Chunk(beyond, 2) {
-		news = c.acked.add(r[0], r[1]) || news
+		news = c.acked.add(int64(r[0]), int64(r[1])) || news
 	}
 	if !news {
 		return false, nil
 	}
-	below = c.Below()
-	end := min(int64(below)*c.geo.ChunkBytes, c.geo.Size)
+	held := c.acked.prefix()
+	end := min(held*c.geo.ChunkBytes, c.geo.Size)
 	c.drop(sort.Search(len(c.regions), func(i int) bool { return c.regions[i].end() > end }))
-	if last := c.acked[len(c.acked)-1]; last.hi > below {
+	if last := c.acked[len(c.acked)-1]; last.hi > held {
 		c.regions = slices.DeleteFunc(c.regions, func(r *region) bool {
-			whole := c.acked.has(uint32(r.off/c.geo.ChunkBytes), uint32((r.end()-1)/c.geo.ChunkBytes)+1)
+			whole := c.acked.has(r.off/c.geo.ChunkBytes, (r.end()-1)/c.geo.ChunkBytes+1)
 			if whole {
 				r.Release()
 			}
 			return whole
 		})
 	}
-	c.skipped = slices.DeleteFunc(c.skipped, func(s span[uint32]) bool { return s.hi <= below })
+	c.skipped = slices.DeleteFunc(c.skipped, func(s span) bool { return s.hi <= held })
 	c.again = slices.DeleteFunc(c.again, c.Has) // resends that crossed the ack
 	return true, nil
 }
 
 // Has reports whether the receiver has acknowledged a chunk.
-func (c *Chunker) Has(index uint32) bool { return c.acked.has(index, index+1) }
+func (c *Chunker) Has(index uint32) bool { return c.acked.chunk(index) }
 
 // AckSent drops what was sent, up to the first chunk that is to be sent again: there is
 // nobody any more who could acknowledge it.
 func (c *Chunker) AckSent() {
 	sent := c.sent.prefix()
 	if len(c.again) > 0 {
-		sent = min(sent, c.again[0])
+		sent = min(sent, int64(c.again[0]))
 	}
-	if _, err := c.Ack(sent, nil); err != nil {
+	if _, err := c.Ack(uint32(sent), nil); err != nil {
 		panic(err)
 	}
 }
 
 // Below returns the index below which the receiver holds every chunk.
-func (c *Chunker) Below() uint32 { return c.acked.prefix() }
+func (c *Chunker) Below() uint32 { return uint32(c.acked.prefix()) }
 
 // Unacked reports whether a chunk was taken, behind no gap, and is not acknowledged.
-func (c *Chunker) Unacked() bool { return c.Below() < c.sent.prefix() }
+func (c *Chunker) Unacked() bool { return c.acked.prefix() < c.sent.prefix() }
 
 func (c *Chunker) drop(n int) {
 	for _, r := range c.regions[:n] {
