@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/uuid"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
 
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
 	"github.com/tensorferry/tensorferry/frame"
@@ -177,4 +178,26 @@ func (s *service) GetServiceInfo(ctx context.Context, _ *pb.ServiceInfoRequest) 
 		ServiceName: s.model, Version: version, Device: cmp.Or(p.Device, "unknown"), UptimeSeconds: new(float32(time.Since(s.began).Seconds())),
 		TotalRequests: s.requests.Load(), CustomInfo: p.About,
 	}, nil
+}
+
+// unimplemented is a code that sessions do not have. Their clients retry everything but this one,
+// PERMISSION_DENIED, INVALID_ARGUMENT, NOT_FOUND and UNAUTHENTICATED.
+const unimplemented = frame.Code(codes.Unimplemented)
+
+// noPass says what theirs says.
+func noPass(id string) error {
+	return frame.Errorf(frame.NotFound, "'Activation %s not found in cache (may have expired or never cached)'", id)
+}
+
+func invalid(format string, args ...any) error {
+	return frame.Errorf(frame.InvalidArgument, format, args...)
+}
+
+// refused returns an error whose code is FAILED_PRECONDITION, or nil: a model does not take its
+// input, or its state does not allow a call.
+func refused(err error) *terms.RefusedError {
+	if r, ok := errors.AsType[*terms.RefusedError](err); ok && r.Code == frame.FailedPrecondition {
+		return r
+	}
+	return nil
 }

@@ -109,9 +109,7 @@ func (c *counts) RPCEnded(service, code string) { c.add(c.endedRPCs, service, co
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
 func (c *Core) Panicked(p any) {
 	c.panics.Add(1)
-	if n, due := c.panicked.Again(); due {
-		c.Log.Error("handler panicked", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())), slog.Int64("panics", n))
-	}
+	c.panicked.Log(c.Log, slog.LevelError, "handler panicked", "panics", slog.String("panic", fmt.Sprint(p)), slog.String("stack", string(debug.Stack())))
 }
 
 // Seconds returns the durations of calls, by model.

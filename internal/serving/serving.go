@@ -155,6 +155,12 @@ func (c *Core) Context() context.Context { return c.ctx }
 // Go runs f on a goroutine of its own, which Wait waits for.
 func (c *Core) Go(f func()) { c.work.Go(f) }
 
+// Patience calls cancel with why, unless it is stopped, when somebody has waited for memory
+// for as long as anybody may.
+func (c *Core) Patience(cancel context.CancelCauseFunc, why error) *time.Timer {
+	return time.AfterFunc(c.MemoryWait, func() { cancel(why) })
+}
+
 // Drain admits nothing new and waits until everything open has ended. If ctx ends first,
 // Drain returns its cause.
 func (c *Core) Drain(ctx context.Context) error {

@@ -28,7 +28,6 @@ type Session struct {
 	core      *Core
 	conn      Conn
 	number    int64
-	calls     map[tensor.ID]*call
 	tasks     map[tensor.ID]Task
 	kind      Direction     // of a one-way session; else empty
 	allowance *slab.Account // for tensors on allowance
@@ -49,7 +48,7 @@ type Conn interface {
 	Comes(rate float64, over time.Duration) bool
 }
 
-// Task serves one put or get.
+// Task serves one call, put or get.
 type Task interface {
 	// Event is told each event of the call, with the session locked.
 	Event(m *stream.Machine, now stream.Instant, e stream.Event)
@@ -74,7 +73,7 @@ func (c *Core) session(from *admission.Caller, kind Direction, cfg stream.Config
 	if c.draining {
 		return nil, errDraining
 	}
-	s := &Session{From: from, core: c, calls: make(map[tensor.ID]*call), tasks: make(map[tensor.ID]Task), kind: kind}
+	s := &Session{From: from, core: c, tasks: make(map[tensor.ID]Task), kind: kind}
 	allowance := &cfg.Limits.AllowanceBytes
 	if cfg.OneWay {
 		if err := c.EnterTransfer(kind, from); err != nil {
@@ -96,6 +95,23 @@ func (c *Core) session(from *admission.Caller, kind Direction, cfg stream.Config
 	return s, nil
 }
 
+// promise returns how much of an allowance of most bytes a new session of limits is granted,
+// and what is promised for that: each tensor takes whole pages. All sessions may use theirs
+// at the same time, so when little is left, each gets a part of that, or nothing and must
+// wait for credit. What is promised is kept apart from the budget, and nobody waits for it.
+// mu is held.
+func (c *Core) promise(most uint32, tensors int) (granted uint32, promised int64) {
+	pages := slab.PagesOf(1) * int64(tensors)
+	left := (c.Budget.Limit()/allowancesShare - c.promised) / promiseShare
+	granted = uint32(min(int64(most), max(left-pages, 0)))
+	if granted == 0 {
+		return 0, 0
+	}
+	promised = int64(granted) + pages
+	c.promised += promised
+	return granted, promised
+}
+
 // OfferLanes offers a token that opens lanes, as many as times, and atOnce at a time. It must
 // be called before Serve.
 func (s *Session) OfferLanes(token frame.LaneToken, times, atOnce uint32) {
@@ -112,9 +128,8 @@ func (s *Session) AddLane(l session.Lane) {
 		if s.Cause() != nil || errors.Is(why, session.ErrLaneClosed) { // or the session is about to end
 			return
 		}
-		if n, due := c.lanesBroken.Again(); due { // the session continues without it
-			c.Log.Info("lane ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()), slog.Int64("ended", n))
-		}
+		// The session continues without it.
+		c.lanesBroken.Log(c.Log, slog.LevelInfo, "lane ended", "ended", slog.String("session", s.ID().String()), slog.String("cause", why.Error()))
 	})
 }
 
@@ -196,91 +211,84 @@ func (s *Session) Received(m *stream.Machine) {
 
 // Event runs with the session locked.
 func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
-	if t := s.tasks[e.Call]; t != nil {
-		switch e.Kind {
-		case stream.EventTensor, stream.EventFailed: // before it began, or long after
-			s.conn.Opened()
-		case stream.EventClosed:
-			delete(s.tasks, e.Call)
-		}
-		t.Event(m, now, e)
-		return
-	}
-	c := s.calls[e.Call]
+	t := s.tasks[e.Call]
 	switch e.Kind {
 	case stream.EventOpened:
 		name := fmt.Sprintf("%s/%d", m.Status().Session, s.number)
 		s.Holder = slab.NewPrincipal(name)
 		s.allowance = s.core.Budget.Account(slab.NewPrincipal(name + "/allowance").In(s.core.allowances))
-	case stream.EventTensor:
-		s.announced(m, now, e)
+		return
 	case stream.EventReady:
-		if !e.Part.Stored() {
-			c = s.call(e.Call)
-			c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-			if err := s.core.Enter(admission.Calls, s.From); err != nil {
-				c.refuse(m, err)
-				return
+		if e.Part.Stored() {
+			if t := s.core.Tasks(s, m, now, e.Part); t != nil {
+				s.tasks[e.Call] = t
 			}
-			c.start(e.Part)
-		} else if t := s.core.Tasks(s, m, now, e.Part); t != nil {
-			s.tasks[e.Call] = t
+			return
 		}
+	case stream.EventTensor, stream.EventFailed: // before it began, or long after
+		s.conn.Opened()
+	case stream.EventClosed:
+		delete(s.tasks, e.Call)
+		if t == nil && !e.Part.Stored() {
+			s.core.callEnded("", e.Code, 0)
+		}
+	}
+	if t == nil && (e.Kind == stream.EventTensor || e.Kind == stream.EventReady) {
+		t = &call{session: s, id: e.Call, closed: make(chan struct{})}
+		s.tasks[e.Call] = t
+	}
+	if t != nil {
+		t.Event(m, now, e)
+	}
+}
+
+// Event implements Task.
+func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
+	core := c.session.core
+	switch e.Kind {
+	case stream.EventTensor:
+		c.announced(m, now, e.Desc)
+	case stream.EventReady:
+		c.arrived, c.lastByte, c.model = now, now, e.Part.Model
+		if err := core.Enter(admission.Calls, c.session.From); err != nil {
+			c.refuse(m, err)
+			return
+		}
+		c.start(e.Part)
 	case stream.EventWhole:
-		if c != nil {
-			c.lastByte = now
-		}
+		c.lastByte = now
 	case stream.EventStop:
-		if c != nil && c.cancel != nil {
+		if c.cancel != nil {
 			c.cancel(fmt.Errorf("%w: code %d: %s", errStopped, e.Code, e.Text))
 		}
 	case stream.EventClosed:
-		if c == nil {
-			if !e.Part.Stored() {
-				s.core.callEnded("", e.Code, 0)
-			}
-			return
-		}
-		delete(s.calls, e.Call)
-		s.Received(m)
+		c.session.Received(m)
 		if c.cancel == nil { // it never started
-			s.core.callEnded(c.model, e.Code, 0)
+			core.callEnded(c.model, e.Code, 0)
 			c.release()
 			return
 		}
-		s.core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
+		core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
 		c.cancel(errStopped) // unless it has: who may have one call at a time may have the next
 		close(c.closed)
-		s.core.Ending(admission.Calls, s.From)
+		core.Ending(admission.Calls, c.session.From)
 	}
 }
 
-// call returns the call with an ID, which it creates if needed.
-func (s *Session) call(id tensor.ID) *call {
-	c := s.calls[id]
-	if c == nil {
-		c = &call{session: s, id: id, closed: make(chan struct{})}
-		s.calls[id] = c
-	}
-	return c
-}
-
-// announced adds an input to its call, and provides memory in which a small one waits.
-func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Event) {
-	c := s.call(e.Call)
-	in := &input{desc: *e.Desc, geo: tensor.Geometry{Size: int64(e.Desc.SizeBytes), ChunkBytes: int64(e.Desc.ChunkBytes)}}
+// announced adds an input, and provides memory in which a small one waits.
+func (c *call) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
+	in := &input{desc: *d, geo: tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}}
 	c.inputs = append(c.inputs, in)
-	s.conn.Opened()
-	if !e.Desc.OnAllowance {
+	if !d.OnAllowance {
 		return
 	}
 	in.ready = make(chan struct{})
 	var err error
-	if in.staged, err = s.Stage(in.geo); err != nil {
+	if in.staged, err = c.session.Stage(in.geo); err != nil {
 		c.refuse(m, err)
 		return
 	}
-	if err := m.Lend(now, e.Tensor, in.staged.Bytes(), func(filled bool) {
+	if err := m.Lend(now, d.Tensor, in.staged.Bytes(), func(filled bool) {
 		if filled {
 			close(in.ready)
 		}
@@ -288,7 +296,7 @@ func (s *Session) announced(m *stream.Machine, now stream.Instant, e stream.Even
 		in.staged.Release()
 		in.staged = nil
 	} else {
-		m.Stay(now, e.Tensor, true)
+		m.Stay(now, d.Tensor, true)
 	}
 }
 

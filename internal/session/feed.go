@@ -137,10 +137,8 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 		}
 		turn.End()
 		for out.Load() >= most {
-			select {
-			case <-back:
-			case <-ctx.Done():
-				return codec.Digest{}, context.Cause(ctx)
+			if err := back.Wait(ctx); err != nil {
+				return codec.Digest{}, err
 			}
 		}
 		data, release, err := f.view(off, n, hash)

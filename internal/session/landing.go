@@ -1,6 +1,7 @@
 package session
 
 import (
+	"context"
 	"slices"
 
 	"github.com/tensorferry/tensorferry/frame"
@@ -28,6 +29,16 @@ func (n News) Tell() {
 	select {
 	case n <- struct{}{}:
 	default: // already signaled
+	}
+}
+
+// Wait waits until Tell, or returns the cause of ctx.
+func (n News) Wait(ctx context.Context) error {
+	select {
+	case <-n:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
 	}
 }
 

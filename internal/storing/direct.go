@@ -151,7 +151,7 @@ func (d *Direct) End(err error) error {
 		_ = s.protect(func() error { d.reader.Release(); return nil })
 	}
 	if err != nil {
-		why := s.explainTensor(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
+		why := s.Explain(cmp.Or(context.Cause(d.ctx), err)) // the cause outranks what it caused
 		code, d.err = why.Code, why
 	}
 	d.cancel(stream.ErrClosed)

@@ -177,10 +177,8 @@ func (g *get) until(holds func(m *stream.Machine, now stream.Instant) bool) erro
 		if ok {
 			return nil
 		}
-		select {
-		case <-g.news:
-		case <-g.ctx.Done():
-			return context.Cause(g.ctx)
+		if err := g.news.Wait(g.ctx); err != nil {
+			return err
 		}
 	}
 }

@@ -49,7 +49,6 @@ type incoming struct {
 	memory  *slab.Account // for its chunk table, and for memory on its way into the store
 	table   int64         // bytes of the chunk table that are charged
 	evicted []store.Info
-	whole   bool // guarded by the session's lock
 }
 
 // Event implements serving.Task.
@@ -62,7 +61,6 @@ func (p *put) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		in.state.bytes.Add(e.N)
 		p.record.bytes.Add(e.N)
 	case stream.EventWhole:
-		in.whole = true
 		in.news.Tell()
 	case stream.EventFailed:
 		err := e.Why()
@@ -270,33 +268,21 @@ func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, na
 func (in *incoming) receive(w store.Writer) error {
 	l := &in.landing
 	l.To = in.place
-	whole := l.Whole
 	if in.put.session.OneWay() {
 		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
-		whole = in.isWhole
-	} else if mem, ok := w.(store.InPlace); ok && !in.desc.OnAllowance {
+		return in.news.Wait(in.ctx) // until it is whole: nothing else is told
+	}
+	if mem, ok := w.(store.InPlace); ok && !in.desc.OnAllowance {
 		l.Memory = mem.Memory()
 	}
 	for {
-		if !in.put.session.OneWay() {
-			if err := l.Step(); err != nil {
-				return err
-			}
+		if err := l.Step(); err != nil || l.Whole() {
+			return err
 		}
-		if whole() {
-			return nil
-		}
-		select {
-		case <-in.news:
-		case <-in.ctx.Done():
-			return context.Cause(in.ctx)
+		if err := in.news.Wait(in.ctx); err != nil {
+			return err
 		}
 	}
-}
-
-func (in *incoming) isWhole() (whole bool) {
-	in.put.session.Do(func(*stream.Machine, stream.Instant) { whole = in.whole })
-	return whole
 }
 
 // endTensor ends a tensor, and with it the set that it fails; the session is locked.

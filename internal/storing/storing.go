@@ -72,9 +72,7 @@ func (s *Service) logEvicted(name string, evicted []store.Info) {
 	for _, gone := range evicted {
 		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", name))
 	}
-	if _, due := s.evictions.Again(); due {
-		s.Log.Warn("tensors evicted: the store is full", slog.Int64("evicted", all), slog.String("last", evicted[len(evicted)-1].Name))
-	}
+	s.evictions.Log(s.Log, slog.LevelWarn, "tensors evicted: the store is full", "times", slog.Int64("evicted", all), slog.String("last", evicted[len(evicted)-1].Name))
 }
 
 // transfer is what a put, a get and a Direct have in common: how it is admitted, ends and is
@@ -190,20 +188,9 @@ func (t *task) recordEnd(code frame.Code, text string) {
 
 // failed returns the Summary of a tensor that failed.
 func (t *task) failed(sum frame.Summary, err error) frame.Summary {
-	why := t.service.explainTensor(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
+	why := t.service.Explain(err, slog.String(string(t.kind), t.id.String()), slog.String("tensor", sum.Tensor.String()))
 	sum.Digest, sum.Code, sum.Message, sum.RetryAfterMillis, sum.Reason = codec.Digest{}, why.Code, why.Text, why.RetryMillis, why.Reason
 	return sum
-}
-
-// explainTensor is Explain for a tensor that failed.
-func (s *Service) explainTensor(err error, attrs ...slog.Attr) *terms.RefusedError {
-	why := s.Explain(err, attrs...)
-	if errors.Is(err, store.ErrFull) {
-		if n, due := s.full.Again(); due {
-			s.Log.Warn("tensors refused: the store is full", slog.Int64("refused", n))
-		}
-	}
-	return why
 }
 
 // summarize ends a tensor; the session is locked.
@@ -275,17 +262,15 @@ func (s *Service) Explain(err error, attrs ...slog.Attr) *terms.RefusedError {
 	var public engine.PublicError
 	attrs = append(attrs, slog.Any("error", err))
 	switch {
+	case errors.Is(err, store.ErrFull):
+		s.full.Log(s.Log, slog.LevelWarn, "tensors refused: the store is full", "refused")
 	case !why.Secret:
 	case why.Code == frame.Unavailable: // it may last, and every request fails
-		if n, due := s.absent.Again(); due {
-			s.Log.LogAttrs(context.Background(), slog.LevelError, "store is not available", append(attrs, slog.Int64("refused", n))...)
-		}
+		s.absent.Log(s.Log, slog.LevelError, "store is not available", "refused", attrs...)
 	case errors.As(err, &public):
 		return &terms.RefusedError{Code: frame.Internal, Text: public.Public()}
 	default:
-		if n, due := s.failures.Again(); due {
-			s.Log.LogAttrs(context.Background(), slog.LevelError, "store failed", append(attrs, slog.Int64("failures", n))...)
-		}
+		s.failures.Log(s.Log, slog.LevelError, "store failed", "failures", attrs...)
 	}
 	return why
 }

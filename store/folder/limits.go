@@ -7,8 +7,6 @@ const (
 	// allMetadata is the maximum length of the metadata of all tensors of a folder, which
 	// stays in memory.
 	allMetadata = 64 << 20
-	// sealers is how many files of a set are synced concurrently.
-	sealers = 8
 	// writeBack is how many bytes of a growing file are sent to the disk at a time, so that
 	// Commit has little to wait for.
 	writeBack = 8 << 20

@@ -2,7 +2,6 @@ package folder
 
 import (
 	"bytes"
-	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -13,7 +12,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/shelf"
@@ -38,11 +36,16 @@ func (f *Store) Ready(ctx context.Context, w store.Writer) (store.Info, error) {
 func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.Info, error) {
 	defer shelf.AbortAll(writers)
 	set, err := shelf.Members[*writer](ctx, f, writers)
-	if err == nil {
-		err = sealAll(ctx, set)
-	}
 	if err != nil || len(set) == 0 {
 		return nil, err
+	}
+	for _, w := range set { // unless Ready has
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		if err := w.seal(); err != nil {
+			return nil, err
+		}
 	}
 	f.sets.Lock()
 	defer f.sets.Unlock()
@@ -77,24 +80,6 @@ func (f *Store) CommitAll(ctx context.Context, writers []store.Writer) ([]store.
 		f.config.Log.Warn("files of a committed set have no names yet; will try again", slog.Int("files", len(m.moves)), slog.Any("error", err))
 	}
 	return infos, nil
-}
-
-// sealAll seals the files of a set in a few goroutines, which it waits for, so that their
-// fsyncs overlap.
-func sealAll(ctx context.Context, set []*writer) error {
-	errs := make([]error, sealers)
-	var wg sync.WaitGroup
-	for i := range errs {
-		wg.Go(func() {
-			for n := i; n < len(set) && errs[i] == nil; n += sealers {
-				if errs[i] = context.Cause(ctx); errs[i] == nil {
-					errs[i] = set[n].seal()
-				}
-			}
-		})
-	}
-	wg.Wait()
-	return cmp.Or(errs...)
 }
 
 // manifest is a committed set whose files may not all have their names.
