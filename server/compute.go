@@ -8,6 +8,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
@@ -24,14 +25,18 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		return nil, err
 	}
 	r.received.Consumed() // from now on it lies in the budget
-	in := make([]Tensor, len(req.GetInputs()))
+	call := engine.Call{Params: req.GetParams(), Inputs: make([]engine.Input, len(req.GetInputs()))}
+	in := make([]tensor.Tensor, len(call.Inputs))
 	for i, t := range req.GetInputs() { // which share the request's bytes
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}
-		in[i] = Tensor{Port: t.GetPort(), Tensor: tensor.Tensor{Desc: d, Data: t.GetData()}}
+		call.Inputs[i].Port, in[i] = t.GetPort(), tensor.Tensor{Desc: d, Data: t.GetData()}
 	}
-	results, st, err := s.models.Compute(ctx, Request{
-		Model: req.GetModel(), Params: req.GetParams(), Timeout: serving.Millis(req.GetTimeoutMillis()),
-	}, in, computeBytes)
+	if timeout := serving.Millis(req.GetTimeoutMillis()); timeout > 0 {
+		limited, stop := context.WithTimeout(ctx, timeout)
+		defer stop()
+		ctx = limited
+	}
+	results, info, st, err := s.models.Compute(ctx, req.GetModel(), call, in, computeBytes)
 	if err != nil {
 		return nil, err
 	}
@@ -40,7 +45,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		TotalNanos: int64(time.Since(began)),
 	}}
 	for i, t := range results {
-		resp.Outputs[i] = &pb.NamedTensor{Port: t.Port, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
+		resp.Outputs[i] = &pb.NamedTensor{Port: info.Outputs[i].Name, Dtype: pb.DataType(t.DType), Shape: t.Shape, Data: t.Data}
 	}
 	return resp, nil
 }

@@ -54,24 +54,6 @@ type Models struct {
 	nobody admission.Caller // for contexts that do not belong to an RPC
 }
 
-// Request is a call of a model.
-type Request struct {
-	Model   string
-	Inputs  []engine.Input    // in any order; the port of the only one may be empty
-	Params  map[string]string // read-only
-	Timeout time.Duration     // 0 means no limit
-	// Lifetime ends what a model keeps for the caller beyond the call; nil means never.
-	Lifetime context.Context
-	// ID is the call's, for those who name it later; the zero ID means a new one.
-	ID tensor.ID
-}
-
-// Tensor is a tensor in memory at a port of a model.
-type Tensor struct {
-	Port string
-	tensor.Tensor
-}
-
 // Run is a call whose inputs and results are streamed: Info describes its model, Write writes an
 // input, Next takes a result, Context ends with the run. One goroutine writes and one takes; any
 // may End it, with nil, an error of a method or the handler's own status, and returns what End
@@ -130,11 +112,12 @@ func (m *Models) Hold(ctx context.Context, bytes int64) error {
 	return m.server.hold(held, bytes)
 }
 
-// Compute runs a model on tensors in memory, instead of r.Inputs, for the RPC of ctx. It
-// borrows in; the outputs are copies. Inputs and outputs may take up to most bytes in
-// each direction. They are charged to Config.Budget as those of Hold are, but inputs only
-// beyond what the RPC's message and Hold are charged already.
-func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64) ([]Tensor, engine.Stats, error) {
+// Compute runs a model on tensors in memory for the RPC of ctx: those of the call's inputs, in any
+// order, of which only the ports are given; that of the only one may be empty. The zero ID means a
+// new one. It borrows in, and returns copies of the outputs, in the order of the ports of info.
+// Inputs and outputs may take up to most bytes in each direction. They are charged to Config.Budget
+// as those of Hold are, but inputs only beyond what the RPC's message and Hold are charged already.
+func (m *Models) Compute(ctx context.Context, model string, call engine.Call, in []tensor.Tensor, most int64) (out []tensor.Tensor, info engine.Info, st engine.Stats, err error) {
 	s, of := m.server, rpcOf(ctx)
 	held := of.held
 	if held == nil { // there is no RPC whose end would end it
@@ -142,51 +125,23 @@ func (m *Models) Compute(ctx context.Context, r Request, in []Tensor, most int64
 		defer held.Close()
 	}
 	bytes := -(of.received.Holds() + held.Held()) / inbound.HeapShare
-	data := make([]tensor.Tensor, len(in))
-	r.Inputs = make([]engine.Input, len(in))
-	for i, t := range in {
+	for _, t := range in {
 		bytes += int64(len(t.Data))
-		r.Inputs[i].Port, data[i] = t.Port, t.Tensor
 	}
 	if err := s.hold(held, bytes); err != nil {
 		s.core.Refuse(admission.Calls)
-		return nil, engine.Stats{}, err
+		return nil, info, st, err
 	}
-	ctx, stop := r.limited(ctx)
-	defer stop()
-	results, info, st, err := s.core.Compute(ctx, m.caller(ctx), r.Model, r.call(), data, most, func(bytes int64) error { return s.hold(held, bytes) })
+	return s.core.Compute(ctx, m.caller(ctx), model, call, in, most, func(bytes int64) error { return s.hold(held, bytes) })
+}
+
+// Open opens a call of a model for the RPC of ctx. The inputs are in any order; the port of the
+// only one may be empty. The caller must call End.
+func (m *Models) Open(ctx context.Context, model string, call engine.Call) (*Run, error) {
+	run, err := m.server.core.Open(ctx, m.caller(ctx), model, call)
 	if err != nil {
-		return nil, st, err
-	}
-	out := make([]Tensor, len(results))
-	for i, t := range results {
-		out[i] = Tensor{info.Outputs[i].Name, t}
-	}
-	return out, st, nil
-}
-
-// call returns the request as a call of its model.
-func (r *Request) call() engine.Call {
-	return engine.Call{ID: r.ID, Inputs: r.Inputs, Params: r.Params, Lifetime: r.Lifetime}
-}
-
-// limited returns ctx, which ends with the request's timeout if it has one.
-func (r *Request) limited(ctx context.Context) (context.Context, context.CancelFunc) {
-	if r.Timeout <= 0 {
-		return ctx, func() {}
-	}
-	return context.WithTimeout(ctx, r.Timeout)
-}
-
-// Open opens a call for the RPC of ctx. The caller must call End.
-func (m *Models) Open(ctx context.Context, r Request) (*Run, error) {
-	ctx, stop := r.limited(ctx)
-	run, err := m.server.core.Open(ctx, m.caller(ctx), r.Model, r.call())
-	if err != nil {
-		stop()
 		return nil, err
 	}
-	context.AfterFunc(run.Context(), stop)
 	of := rpcOf(ctx)
 	of.mu.Lock()
 	defer of.mu.Unlock()

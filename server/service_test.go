@@ -79,8 +79,8 @@ func bytesDesc(n int) tensor.Desc {
 
 // whole runs a model over one message.
 func (f *foreign) whole(ctx context.Context, in *wrapperspb.BytesValue) (*wrapperspb.BytesValue, error) {
-	x := server.Tensor{Tensor: tensor.Tensor{Desc: bytesDesc(len(in.Value)), Data: in.Value}}
-	out, _, err := f.models.Compute(ctx, server.Request{Model: modelOf(ctx)}, []server.Tensor{x}, 64*mib)
+	x := tensor.Tensor{Desc: bytesDesc(len(in.Value)), Data: in.Value}
+	out, _, _, err := f.models.Compute(ctx, modelOf(ctx), engine.Call{Inputs: make([]engine.Input, 1)}, []tensor.Tensor{x}, 64*mib)
 	if err != nil {
 		return nil, err
 	}
@@ -98,7 +98,7 @@ func (f *foreign) rows(s grpc.ServerStream) error {
 	for _, b := range head.Value {
 		total = total<<8 | int(b)
 	}
-	r, err := f.models.Open(s.Context(), server.Request{Model: modelOf(s.Context()), Inputs: []engine.Input{{Desc: bytesDesc(total), ChunkBytes: 64 << 10}}})
+	r, err := f.models.Open(s.Context(), modelOf(s.Context()), engine.Call{Inputs: []engine.Input{{Desc: bytesDesc(total), ChunkBytes: 64 << 10}}})
 	if err != nil {
 		return err
 	}
@@ -401,7 +401,7 @@ func TestARunThatAHandlerLeavesOpenEndsWithIt(t *testing.T) {
 	f := serve(t, func(c *server.Config) {
 		desc := foreignDesc
 		desc.Streams = []grpc.StreamDesc{{StreamName: "Rows", ClientStreams: true, ServerStreams: true, Handler: func(_ any, s grpc.ServerStream) error {
-			r, err := models.Open(s.Context(), server.Request{Model: "echo", Inputs: []engine.Input{{Desc: bytesDesc(3 * mib), ChunkBytes: mib}}})
+			r, err := models.Open(s.Context(), "echo", engine.Call{Inputs: []engine.Input{{Desc: bytesDesc(3 * mib), ChunkBytes: mib}}})
 			if err != nil {
 				return err
 			}
@@ -498,8 +498,8 @@ func TestAForeignHandlerIsChargedForWhatItMakesUntilItsRPCEnds(t *testing.T) {
 	idle := used()
 	c := dialForeign(t, f.addr)
 	compute := func(ctx context.Context, model string, data []byte) error {
-		x := server.Tensor{Tensor: tensor.Tensor{Desc: bytesDesc(len(data)), Data: data}}
-		_, _, err := models.Compute(ctx, server.Request{Model: model, ID: tensor.ID{7}}, []server.Tensor{x}, 64*mib)
+		x := tensor.Tensor{Desc: bytesDesc(len(data)), Data: data}
+		_, _, _, err := models.Compute(ctx, model, engine.Call{ID: tensor.ID{7}, Inputs: make([]engine.Input, 1)}, []tensor.Tensor{x}, 64*mib)
 		return err
 	}
 	for name, tc := range map[string]struct {

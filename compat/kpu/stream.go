@@ -100,7 +100,7 @@ func (t *running) open(d tensor.Desc) error {
 		<-t.places
 		return err
 	}
-	run, err := t.models.Open(t.ctx, server.Request{Model: t.model, Inputs: []engine.Input{{Desc: d, ChunkBytes: tensor.ChunkFor(d, engine.ChunkBytes)}}})
+	run, err := t.models.Open(t.ctx, t.model, engine.Call{Inputs: []engine.Input{{Desc: d, ChunkBytes: tensor.ChunkFor(d, engine.ChunkBytes)}}})
 	if err == nil && len(run.Info().Outputs) != 1 {
 		err = run.End(frame.Errorf(frame.FailedPrecondition, "model %q has %d outputs; the service needs a model with one", t.model, len(run.Info().Outputs)))
 	}

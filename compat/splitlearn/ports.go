@@ -6,7 +6,6 @@ import (
 
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -36,28 +35,35 @@ func layers(all []engine.Port, prefix string) (of []int, other int) {
 	return of, other
 }
 
+// inputsOf returns the inputs of a call at ports.
+func inputsOf(ports []engine.Port) []engine.Input {
+	in := make([]engine.Input, len(ports))
+	for i, p := range ports {
+		in[i].Port = p.Name
+	}
+	return in
+}
+
 // inputs returns what a request gives the model. A layer without an entry gets an empty one.
-func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, m maker) ([]server.Tensor, error) {
+func (p *ports) inputs(data tensor.Tensor, entries []*pb.KVCacheEntry, m maker) ([]tensor.Tensor, error) {
 	if n := len(p.past) / 2; len(entries) > n {
 		return nil, invalid("past_key_values: %d entries; model %q has the inputs past_key_0, past_value_0 and so on of %d layers", len(entries), p.Name, n)
 	}
-	in := make([]server.Tensor, len(p.Inputs))
-	in[p.data] = server.Tensor{Port: p.Inputs[p.data].Name, Tensor: data}
+	in := make([]tensor.Tensor, len(p.Inputs))
+	in[p.data] = data
 	for i, at := range p.past {
-		var t tensor.Tensor
 		var err error
 		port := p.Inputs[at]
 		if i/2 >= len(entries) {
-			t, err = absent(port)
+			in[at], err = absent(port)
 		} else if e := entries[i/2]; i%2 == 0 {
-			t, _, err = decode(port.Name, e.GetKeyData(), e.GetKeyShape(), m)
+			in[at], _, err = decode(port.Name, e.GetKeyData(), e.GetKeyShape(), m)
 		} else {
-			t, _, err = decode(port.Name, e.GetValueData(), e.GetValueShape(), m)
+			in[at], _, err = decode(port.Name, e.GetValueData(), e.GetValueShape(), m)
 		}
 		if err != nil {
 			return nil, err
 		}
-		in[at] = server.Tensor{Port: port.Name, Tensor: t}
 	}
 	return in, nil
 }
@@ -77,12 +83,12 @@ func absent(port engine.Port) (t tensor.Tensor, err error) {
 }
 
 // answer encodes the outputs of a run.
-func (p *ports) answer(resp *pb.ComputeResponse, out []server.Tensor, c codec, caches bool, m maker) (err error) {
-	resp.Data, resp.Shape, err = encode(out[p.result].Tensor, c, m)
+func (p *ports) answer(resp *pb.ComputeResponse, out []tensor.Tensor, c codec, caches bool, m maker) (err error) {
+	resp.Data, resp.Shape, err = encode(out[p.result], c, m)
 	for i := 0; caches && err == nil && i < len(p.present); i += 2 {
 		e := new(pb.KVCacheEntry)
-		if e.KeyData, e.KeyShape, err = encode(out[p.present[i]].Tensor, c, m); err == nil {
-			e.ValueData, e.ValueShape, err = encode(out[p.present[i+1]].Tensor, c, m)
+		if e.KeyData, e.KeyShape, err = encode(out[p.present[i]], c, m); err == nil {
+			e.ValueData, e.ValueShape, err = encode(out[p.present[i+1]], c, m)
 		}
 		resp.PresentKeyValues = append(resp.PresentKeyValues, e)
 	}

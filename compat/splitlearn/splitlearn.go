@@ -20,8 +20,10 @@ import (
 	"google.golang.org/grpc/codes"
 
 	pb "github.com/tensorferry/tensorferry/api/splitlearn/comm"
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/tensor"
 	"github.com/tensorferry/tensorferry/terms"
 )
 
@@ -100,14 +102,14 @@ func (s *service) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Comp
 		return nil, err
 	}
 	resp := &pb.ComputeResponse{RequestId: req.RequestId}
-	var out []server.Tensor
+	var out []tensor.Tensor
 	if !p.trains || !req.GetTrainingMode() {
-		out, _, err = s.models.Compute(ctx, server.Request{Model: p.Name}, in, tensorBytes)
+		out, _, _, err = s.models.Compute(ctx, p.Name, engine.Call{Inputs: inputsOf(p.Inputs)}, in, tensorBytes)
 	} else if id := cmp.Or(req.GetForwardId(), uuid.NewString()); len(id) > frame.NameBytes {
 		err = invalid("forward_id has %d bytes; at most %d are kept", len(id), frame.NameBytes)
 	} else {
 		resp.ForwardId = &id
-		out, err = s.forward(ctx, p.Name, id, in)
+		out, err = s.forward(ctx, &p, id, in)
 	}
 	if r := refused(err); r != nil {
 		return nil, invalid("%s", r.Text)

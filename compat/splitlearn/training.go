@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -82,7 +83,7 @@ func (t *training) giveUp(l *lease, model string) {
 	if wait <= 0 {
 		ctx, cancel := context.WithTimeout(t.models.Context(), leaseWait)
 		defer cancel()
-		_, err := t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token, "end": "true"})
+		_, err := t.run(ctx, model+"/lease", tensor.ID{}, nil, nil, map[string]string{"token": t.token, "end": "true"})
 		r, later := errors.AsType[*terms.RefusedError](err)
 		later = later && r.RetryMillis > 0 || ctx.Err() == context.DeadlineExceeded
 		if !later || t.models.Context().Err() != nil { // it is given up, or lost
@@ -96,14 +97,16 @@ func (t *training) giveUp(l *lease, model string) {
 	l.idle.Reset(wait)
 }
 
-// run runs a model beside the one that trains.
-func (t *training) run(ctx context.Context, model string, id tensor.ID, in []server.Tensor, params map[string]string) ([]server.Tensor, error) {
-	out, _, err := t.models.Compute(ctx, server.Request{Model: model, ID: id, Params: params, Lifetime: t.models.Context()}, in, tensorBytes)
+// run runs a model beside the one that trains, on tensors at ports.
+func (t *training) run(ctx context.Context, model string, id tensor.ID, ports []engine.Port, in []tensor.Tensor, params map[string]string) ([]tensor.Tensor, error) {
+	call := engine.Call{ID: id, Inputs: inputsOf(ports), Params: params, Lifetime: t.models.Context()}
+	out, _, _, err := t.models.Compute(ctx, model, call, in, tensorBytes)
 	return out, err
 }
 
 // forward runs a pass and keeps it. It borrows in; the outputs are copies.
-func (t *training) forward(ctx context.Context, model, id string, in []server.Tensor) (out []server.Tensor, err error) {
+func (t *training) forward(ctx context.Context, of *ports, id string, in []tensor.Tensor) (out []tensor.Tensor, err error) {
+	model := of.Name
 	defer t.use(model)()
 	p := &pass{name: nameOf(ctx, id), model: model, from: t.models.Connection(ctx), call: tensor.NewID(), born: time.Now(), busy: true}
 	release, free := t.enter(p)
@@ -112,14 +115,14 @@ func (t *training) forward(ctx context.Context, model, id string, in []server.Te
 	}
 	defer func() { t.settle(p, err == nil) }()
 	params := map[string]string{"lease": t.token, "eval": "true", "release": release}
-	out, err = t.run(ctx, model+"/train", p.call, in, params)
+	out, err = t.run(ctx, model+"/train", p.call, of.Inputs, in, params)
 	if refused(err) != nil { // the lease was given up, or lost with the model's process; if not, it says so again
-		_, err = t.run(ctx, model+"/lease", tensor.ID{}, nil, map[string]string{"token": t.token})
+		_, err = t.run(ctx, model+"/lease", tensor.ID{}, nil, nil, map[string]string{"token": t.token})
 		if r := refused(err); r != nil {
 			return nil, frame.Errorf(frame.PermissionDenied, "the model trains with another client: %s", r.Text)
 		}
 		if err == nil {
-			out, err = t.run(ctx, model+"/train", p.call, in, params)
+			out, err = t.run(ctx, model+"/train", p.call, of.Inputs, in, params)
 		}
 	}
 	if ctx.Err() != nil { // the client is not told, and comes again with the same name
@@ -213,19 +216,19 @@ func (t *training) take(from context.Context, name, model string) (p *pass, foun
 // nobody would apply. It borrows the gradient of the result.
 func (t *training) backward(ctx context.Context, p *ports, run *pass, gradient tensor.Tensor) (tensor.Tensor, error) {
 	defer t.use(run.model)()
-	in, unused := make([]server.Tensor, len(p.Outputs)), []string(nil)
+	in, unused := make([]tensor.Tensor, len(p.Outputs)), []string(nil)
 	for i, port := range p.Outputs {
-		in[i] = server.Tensor{Port: port.Name, Tensor: gradient}
+		in[i] = gradient
 		if i != p.result {
-			in[i].Desc, in[i].Data = tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{0}}, nil
+			in[i] = tensor.Tensor{Desc: tensor.Desc{DType: tensor.Float32, Shape: tensor.Shape{0}}}
 			unused = append(unused, port.Name)
 		}
 	}
-	out, err := t.run(ctx, run.model+"/backward", tensor.ID{}, in, map[string]string{
+	out, err := t.run(ctx, run.model+"/backward", tensor.ID{}, p.Outputs, in, map[string]string{
 		"lease": t.token, "forward": run.call.String(), "alone": "true", "unused": strings.Join(unused, ","),
 	})
 	if err != nil {
 		return gradient, err
 	}
-	return out[p.data].Tensor, nil
+	return out[p.data], nil
 }
