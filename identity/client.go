@@ -4,10 +4,10 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"syscall"
 
@@ -32,35 +32,31 @@ type ClientFiles struct {
 	Token string `json:"token"`
 }
 
-// clientSecrets are the contents of ClientFiles.
-type clientSecrets struct {
-	roots *x509.CertPool // nil: the system's
-	cert  *tls.Certificate
-}
-
 // Credentials reads the files and returns the credentials for a client's Config: those of
 // the connection, and those of each RPC, which are nil without a Token.
 func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
-	c := &clientCredentials{TransportCredentials: credentials.NewTLS(&tls.Config{MinVersion: tls.VersionTLS13}), files: f}
-	c.now = watch(func() (all clientSecrets, err error) {
+	silent := slog.New(slog.DiscardHandler)
+	now, err := watch(silent, func(bool) (*tls.Config, error) {
+		cfg, err := &tls.Config{MinVersion: tls.VersionTLS13}, error(nil)
 		if f.CA != "" {
-			if all.roots, err = authorities(f.CA); err != nil {
-				return all, err
+			if cfg.RootCAs, err = authorities(f.CA); err != nil {
+				return nil, err
 			}
 		}
 		if f.Cert != "" || f.Key != "" {
 			cert, err := keyPair(f.Cert, f.Key)
 			if err != nil {
-				return all, err
+				return nil, err
 			}
-			all.cert = &cert
+			cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
-		return all, nil
+		return cfg, nil
 	}, f.CA, f.Cert, f.Key)
-	if _, err := c.now.get(); err != nil || f.Token == "" {
+	c := &clientCredentials{credentials.NewTLS(now.get()), f, now}
+	if err != nil || f.Token == "" {
 		return c, nil, err
 	}
-	t := &clientToken{watch(func() (string, error) {
+	text, err := watch(silent, func(bool) (string, error) {
 		all, err := readTokens(f.Token)
 		if err != nil {
 			return "", err
@@ -69,25 +65,19 @@ func (f ClientFiles) Credentials() (credentials.TransportCredentials, credential
 			return "", noToken(f.Token)
 		}
 		return "Bearer " + all[0].text, nil
-	}, f.Token)}
-	_, err := t.now.get()
-	return c, t, err
+	}, f.Token)
+	return c, &clientToken{text}, err
 }
 
 type clientCredentials struct {
 	credentials.TransportCredentials // describes the protocol
 	files                            ClientFiles
-	now                              *watched[clientSecrets]
+	now                              *watched[*tls.Config]
 }
 
 // ClientHandshake secures a connection. Its errors say which side must be fixed.
 func (c *clientCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	all, _ := c.now.get() // on errors the previous value stays in force
-	cfg := &tls.Config{MinVersion: tls.VersionTLS13, RootCAs: all.roots}
-	if all.cert != nil {
-		cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return all.cert, nil }
-	}
-	conn, info, err := credentials.NewTLS(cfg).ClientHandshake(ctx, cmp.Or(c.files.ServerName, authority), raw)
+	conn, info, err := credentials.NewTLS(c.now.get()).ClientHandshake(ctx, cmp.Or(c.files.ServerName, authority), raw)
 	var record tls.RecordHeaderError
 	var bad *tls.CertificateVerificationError
 	var op *net.OpError
@@ -118,8 +108,7 @@ type clientToken struct{ now *watched[string] }
 
 // GetRequestMetadata returns the token.
 func (t *clientToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
-	text, _ := t.now.get() // on errors the previous value stays in force
-	return map[string]string{"authorization": text}, nil
+	return map[string]string{"authorization": t.now.get()}, nil
 }
 
 // RequireTransportSecurity returns true: the token must not be sent unencrypted.

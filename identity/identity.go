@@ -46,63 +46,68 @@ func refused(why reason.Reason, format string, args ...any) error {
 	return &RefusedError{why, fmt.Sprintf(format, args...)}
 }
 
-// watched is a value made from files, again when one has changed and while that fails.
+// watched is a value made from files, again when one has changed and while that fails: meanwhile
+// the previous value stays in force, and each error is logged once for each change of the files.
 type watched[T any] struct {
+	log   *slog.Logger
 	paths []string // "" means no file
-	make  func() (T, error)
+	make  func(again bool) (T, error)
 
 	mu     sync.Mutex // guards all below
 	value  T
-	made   bool
-	failed string // why the value could not be made; "" if it could
+	failed string // why the value could not be made again; "" if it could
 	looked time.Time
 	files  [][sha256.Size]byte // what they had in them, or why they could not be read
 }
 
-func watch[T any](f func() (T, error), paths ...string) *watched[T] {
-	return &watched[T]{paths: paths, make: f}
+// watch makes a value for the first time.
+func watch[T any](log *slog.Logger, f func(again bool) (T, error), paths ...string) (w *watched[T], err error) {
+	w = &watched[T]{log: log, paths: paths, make: f}
+	w.differ()
+	w.value, err = f(false)
+	return w, err
 }
 
-// get returns the value. While it cannot be made again, get returns the previous value. It
-// then returns the error, too, once for each error and each change of the files. Without a
-// previous value, it returns the error every time.
-func (w *watched[T]) get() (T, error) {
+// get returns the value.
+func (w *watched[T]) get() T {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	now := time.Now()
-	if w.made && now.Sub(w.looked) < lookEvery {
-		return w.value, nil
+	if time.Since(w.looked) < lookEvery {
+		return w.value
 	}
-	w.looked = now
+	differ := w.differ()
+	if !differ && w.failed == "" {
+		return w.value
+	}
+	value, err := w.make(true)
+	if err == nil {
+		w.value, w.failed = value, ""
+	} else if differ || err.Error() != w.failed {
+		w.failed = err.Error()
+		w.log.Warn("certificates, keys, tokens or roles have changed and cannot be read; the previous ones stay in force", slog.String("error", w.failed))
+	}
+	return w.value
+}
+
+// differ looks at the files, and reports whether they have changed; mu is held.
+func (w *watched[T]) differ() bool {
+	w.looked = time.Now()
 	files := make([][sha256.Size]byte, len(w.paths))
 	for i, path := range w.paths {
 		b, err := readFile(path) // make returns the error
 		files[i] = sha256.Sum256(fmt.Append(b, err))
 	}
 	differ := !slices.Equal(files, w.files)
-	if w.made && !differ && w.failed == "" {
-		return w.value, nil
-	}
 	w.files = files
-	value, err := w.make()
-	if err != nil {
-		known := w.failed == err.Error()
-		w.failed = err.Error()
-		if w.made && known && !differ {
-			err = nil
-		}
-		return w.value, err
-	}
-	w.value, w.made, w.failed = value, true, ""
-	return w.value, nil
+	return differ
 }
 
-// again has the next get look at the files.
-func (w *watched[T]) again() *watched[T] {
+// reread looks at the files now.
+func (w *watched[T]) reread() {
 	w.mu.Lock()
-	defer w.mu.Unlock()
 	w.looked = time.Time{}
-	return w
+	w.mu.Unlock()
+	w.get()
 }
 
 // OthersRead reports whether every user of this machine may read a file.
@@ -115,7 +120,7 @@ func OthersRead(path string) bool {
 // changed, as a Server does with its own files; reread makes it look now, as Reread does. While that
 // fails, the previous value stays in force, and log has a line. parse gets the text of the file.
 func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, error)) (now func() T, reread func(), err error) {
-	w := watch(func() (value T, err error) {
+	w, err := watch(log, func(bool) (value T, err error) {
 		b, err := readFile(path)
 		if err != nil {
 			return value, err
@@ -125,9 +130,7 @@ func Watch[T any](path string, log *slog.Logger, parse func(text string) (T, err
 		}
 		return value, err
 	}, path)
-	_, err = w.get()
-	s := &Server{log: log}
-	return func() T { return current(s, w) }, func() { current(s, w.again()) }, err
+	return w.get, w.reread, err
 }
 
 // readFile reads a regular file of at most fileBytes. It does not wait for the writer of a

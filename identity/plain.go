@@ -6,28 +6,25 @@ import (
 	"io"
 	"net"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
+	spb "google.golang.org/genproto/googleapis/rpc/status"
+	"google.golang.org/protobuf/proto"
 )
 
-// Refuse answers the RPCs of a client, for a second, with a status, whose code and text it copies, like its
-// details, which are a google.rpc.Status or nothing. The caller closes the connection.
-func Refuse(conn net.Conn, code uint32, text string, details []byte) {
+// Refuse answers the RPCs of a client that speaks HTTP/2, of which read has been read, for a second with
+// a status. It borrows both; the caller closes the connection. Such a client could not interpret an
+// alert of TLS.
+func Refuse(conn net.Conn, read []byte, st *spb.Status) {
 	_ = conn.SetDeadline(time.Now().Add(goodbye))
+	all := io.MultiReader(bytes.NewReader(read), conn)
 	preface := make([]byte, len(http2.ClientPreface))
-	if _, err := io.ReadFull(conn, preface); err == nil && string(preface) == http2.ClientPreface {
-		refuse(conn, "", code, text, details)
+	if _, err := io.ReadFull(all, preface); err != nil || string(preface) != http2.ClientPreface {
+		return
 	}
-}
-
-// refuse is Refuse after the client's preface, and after what was read behind it. A client that
-// speaks HTTP/2 without TLS could not interpret an alert of TLS.
-func refuse(conn net.Conn, read string, code uint32, text string, details []byte) {
-	_ = conn.SetDeadline(time.Now().Add(goodbye))
-	f := http2.NewFramer(conn, io.MultiReader(strings.NewReader(read), conn))
+	f := http2.NewFramer(conn, all)
 	f.SetMaxReadFrameSize(goodbyeBytes)
 	if f.WriteSettings() != nil {
 		return
@@ -45,8 +42,8 @@ func refuse(conn net.Conn, read string, code uint32, text string, details []byte
 		case *http2.HeadersFrame:
 			var encoded bytes.Buffer
 			h := hpack.NewEncoder(&encoded)
-			fields := [][2]string{{":status", "200"}, {"content-type", "application/grpc"}, {"grpc-status", strconv.Itoa(int(code))}, {"grpc-message", text}}
-			if len(details) > 0 { // empty ones would say OK
+			fields := [][2]string{{":status", "200"}, {"content-type", "application/grpc"}, {"grpc-status", strconv.Itoa(int(st.GetCode()))}, {"grpc-message", st.GetMessage()}}
+			if details, err := proto.Marshal(st); err == nil && len(st.GetDetails()) > 0 {
 				fields = append(fields, [2]string{"grpc-status-details-bin", base64.RawStdEncoding.EncodeToString(details)})
 			}
 			for _, field := range fields {

@@ -21,7 +21,6 @@ import (
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	spb "google.golang.org/genproto/googleapis/rpc/status"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/anypb"
 
 	"github.com/tensorferry/tensorferry/reason"
@@ -47,46 +46,40 @@ type Server struct {
 	files   ServerFiles
 	log     *slog.Logger
 	pair    *watched[tls.Certificate]
-	clients *watched[*x509.CertPool]
-	tokens  *watched[map[[sha256.Size]byte]string]
-	cores   chan struct{} // has an element for each handshake that uses a core
-	warned  atomic.Int64  // when it last logged that its certificate expires, in Unix seconds
+	clients *watched[*x509.CertPool]               // nil without ClientCA
+	tokens  *watched[map[[sha256.Size]byte]string] // nil without Tokens
+	cores   chan struct{}                          // has an element for each handshake that uses a core
+	warned  atomic.Int64                           // when it last logged that its certificate expires, in Unix seconds
 }
 
 // NewServer reads the files. Later it logs when they have changed, and whether they can be
 // read, and that the certificate expires, in the last tenth of its time and after.
 func NewServer(files ServerFiles, log *slog.Logger) (*Server, error) {
 	s := &Server{files: files, log: log, cores: make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))}
-	s.pair = watch(s.readPair, files.Cert, files.Key)
-	s.clients = watch(func() (*x509.CertPool, error) {
-		pool, err := authorities(files.ClientCA)
-		if err == nil && s.clients.made {
-			log.Info("the authorities of clients were read again", slog.String("file", files.ClientCA))
-		}
-		return pool, err
-	}, files.ClientCA)
-	s.tokens = watch(s.readTokens, files.Tokens)
 	for _, path := range []string{files.Key, files.Tokens} {
 		if OthersRead(path) {
 			log.Warn("other users can read a secret: chmod o-r", slog.String("file", path))
 		}
 	}
-	pair, err := s.pair.get()
-	if err == nil {
-		s.warn(pair.Leaf)
+	var err error
+	if s.pair, err = watch(log, s.readPair, files.Cert, files.Key); err != nil {
+		return nil, err
 	}
-	if err == nil && files.ClientCA != "" {
-		_, err = s.clients.get()
+	s.warn(s.pair.get().Leaf)
+	if files.ClientCA != "" {
+		if s.clients, err = watch(log, s.readAuthorities, files.ClientCA); err != nil {
+			return nil, err
+		}
 	}
-	if err == nil && files.Tokens != "" {
-		_, err = s.tokens.get()
+	if files.Tokens != "" {
+		s.tokens, err = watch(log, s.readTokens, files.Tokens)
 	}
 	return s, err
 }
 
 // readPair reads the server's certificate. One that has expired is a mistake at the start;
 // later it is logged, because the one before it may be about to expire, too.
-func (s *Server) readPair() (tls.Certificate, error) {
+func (s *Server) readPair(again bool) (tls.Certificate, error) {
 	pair, err := keyPair(s.files.Cert, s.files.Key)
 	if err != nil {
 		return pair, err
@@ -95,33 +88,42 @@ func (s *Server) readPair() (tls.Certificate, error) {
 		s.log.Warn("clients will refuse the server's certificate: it names no host (subjectAltName)", slog.String("file", s.files.Cert))
 	}
 	if time.Now().Before(pair.Leaf.NotAfter) {
-		if s.pair.made {
+		if again {
 			s.log.Info("the server's certificate was read again", slog.String("file", s.files.Cert), slog.Time("expires", pair.Leaf.NotAfter))
 		}
 		return pair, nil
 	}
 	err = fmt.Errorf("identity: %s expired on %s; make a new one", s.files.Cert, pair.Leaf.NotAfter.UTC().Format(time.RFC3339))
-	if !s.pair.made {
+	if !again {
 		return pair, err
 	}
 	s.log.Warn("the server's certificate has changed and is used, but clients will refuse it", slog.String("error", err.Error()))
 	return pair, nil
 }
 
+// readAuthorities reads those of clients' certificates.
+func (s *Server) readAuthorities(again bool) (*x509.CertPool, error) {
+	pool, err := authorities(s.files.ClientCA)
+	if err == nil && again {
+		s.log.Info("the authorities of clients were read again", slog.String("file", s.files.ClientCA))
+	}
+	return pool, err
+}
+
 // readTokens returns the names of the tokens' owners. A file that has lost its last token
 // revokes it; at the start it is a mistake.
-func (s *Server) readTokens() (map[[sha256.Size]byte]string, error) {
+func (s *Server) readTokens(again bool) (map[[sha256.Size]byte]string, error) {
 	all, err := readTokens(s.files.Tokens)
 	if err != nil {
 		return nil, err
 	}
-	if len(all) == 0 && !s.tokens.made {
+	if len(all) == 0 && !again {
 		return nil, noToken(s.files.Tokens)
 	}
 	switch {
 	case len(all) == 0:
 		s.log.Warn("no token is left: clients that send one are refused", slog.String("file", s.files.Tokens))
-	case s.tokens.made:
+	case again:
 		s.log.Info("tokens were read again", slog.String("file", s.files.Tokens), slog.Int("tokens", len(all)))
 	}
 	names := make(map[[sha256.Size]byte]string, len(all))
@@ -131,29 +133,20 @@ func (s *Server) readTokens() (map[[sha256.Size]byte]string, error) {
 	return names, nil
 }
 
-// current returns a value of the server's files.
-func current[T any](s *Server, w *watched[T]) T {
-	value, err := w.get()
-	if err != nil {
-		s.log.Warn("certificates, keys, tokens or roles have changed and cannot be read; the previous ones stay in force", slog.String("error", err.Error()))
-	}
-	return value
-}
-
 // Reread reads the files now if they have changed, which the next client would do.
 func (s *Server) Reread() {
-	current(s, s.pair.again())
-	if s.files.ClientCA != "" {
-		current(s, s.clients.again())
+	s.pair.reread()
+	if s.clients != nil {
+		s.clients.reread()
 	}
-	if s.files.Tokens != "" {
-		current(s, s.tokens.again())
+	if s.tokens != nil {
+		s.tokens.reread()
 	}
 }
 
 // Open reports whether clients are let in without a name.
 func (s *Server) Open() bool {
-	return s.files.ClientCA == "" && s.files.Tokens == ""
+	return s.clients == nil && s.tokens == nil
 }
 
 // Config returns a config for other listeners, which must check their peers with Handler.
@@ -164,10 +157,10 @@ func (s *Server) Config() *tls.Config {
 // config returns the config of one handshake. It accepts any client certificate: Principal
 // checks it and says what is wrong, which a TLS alert cannot.
 func (s *Server) config() *tls.Config {
-	pair := current(s, s.pair)
+	pair := s.pair.get()
 	s.warn(pair.Leaf)
 	cfg := &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13, SessionTicketsDisabled: true}
-	if s.files.ClientCA != "" {
+	if s.clients != nil {
 		cfg.ClientAuth = tls.RequestClientCert
 		cfg.VerifyConnection = checkSize
 	}
@@ -260,20 +253,20 @@ func (s *Server) principal(client *evidence, authorization []string) (name strin
 	if s.Open() {
 		return "", nil
 	}
-	if len(authorization) > 0 && s.files.Tokens != "" {
+	if len(authorization) > 0 && s.tokens != nil {
 		scheme, text, _ := strings.Cut(authorization[0], " ")
-		if name, ok := current(s, s.tokens)[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
+		if name, ok := s.tokens.get()[digest(text)]; ok && strings.EqualFold(scheme, "bearer") {
 			return name, nil
 		}
 		return "", refused(reason.TokenUnknown, "the server does not know the token; ask its operator for one")
 	}
-	if len(client.raw) > 0 && s.files.ClientCA != "" {
-		return client.judge(current(s, s.clients))
+	if len(client.raw) > 0 && s.clients != nil {
+		return client.judge(s.clients.get())
 	}
 	switch {
-	case s.files.ClientCA == "":
+	case s.clients == nil:
 		return "", refused(reason.TokenRequired, `the server wants a token; send it as metadata, "authorization: Bearer TOKEN"`)
-	case s.files.Tokens == "":
+	case s.tokens == nil:
 		return "", refused(reason.CertRequired, "the server wants a client certificate")
 	default:
 		return "", refused(reason.CredentialsRequired, `the server wants a client certificate, or a token as metadata, "authorization: Bearer TOKEN"`)
@@ -360,16 +353,14 @@ func (s serverCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.
 		p.client, p.State.PeerCertificates = newEvidence(certs), nil
 		clear(certs) // the connection has the same slice, and would keep them as long as it lives
 		if len(p.client.raw) > 0 {
-			_, _ = p.client.judge(current(s.Server, s.clients)) // before RPCs, which are told
+			_, _ = p.client.judge(s.clients.get()) // before RPCs, which are told
 		}
 	}
 	<-s.cores
 	if err != nil {
-		if after, plain := strings.CutPrefix(string(h.first), http2.ClientPreface); plain {
-			text := "the server speaks TLS only; connect with the certificate of its authority"
-			info, _ := anypb.New(&errdetails.ErrorInfo{Reason: string(reason.TLSRequired), Domain: reason.Domain})      // as a valid message,
-			details, _ := proto.Marshal(&spb.Status{Code: unauthenticated, Message: text, Details: []*anypb.Any{info}}) // neither fails
-			refuse(raw, after, unauthenticated, text, details)
+		if bytes.HasPrefix(h.first, []byte(http2.ClientPreface)) {
+			info, _ := anypb.New(&errdetails.ErrorInfo{Reason: string(reason.TLSRequired), Domain: reason.Domain}) // it is a valid message
+			Refuse(raw, h.first, &spb.Status{Code: unauthenticated, Message: "the server speaks TLS only; connect with the certificate of its authority", Details: []*anypb.Any{info}})
 			err = errors.New("identity: the client does not speak TLS")
 		}
 		return nil, nil, err

@@ -11,7 +11,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/protoadapt"
 	"google.golang.org/protobuf/types/known/durationpb"
 
@@ -41,8 +40,7 @@ var (
 // full tells the client of a connection beyond the limit so.
 func full(most int) func(net.Conn) {
 	st := status.Convert(statusOf(serving.TryLater(reason.Connections, "overload: all %d connections that the server takes are open; try again later", most)))
-	details, _ := proto.Marshal(st.Proto()) // it is a valid message
-	return func(conn net.Conn) { identity.Refuse(conn, uint32(st.Code()), st.Message(), details) }
+	return func(conn net.Conn) { identity.Refuse(conn, nil, st.Proto()) }
 }
 
 // errNotReceived ends an RPC of which no message, or none more, is received.
