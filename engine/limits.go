@@ -7,6 +7,6 @@ const (
 	// maxNameBytes bounds the name of a model and of a port.
 	maxNameBytes = 512
 	// maxPorts bounds the inputs of a model, and its outputs: a call carries 64
-	// bindings each way (wire.MaxBindings).
+	// bindings each way (wire.MaxCalls).
 	maxPorts = 64
 )

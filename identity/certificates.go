@@ -66,7 +66,7 @@ func WriteCertificates(dir string, hosts []string, client string) (written []str
 	}
 	if missing(dir, AuthorityFile) && missing(dir, AuthorityKeyFile) {
 		if err := issue("ca", &x509.Certificate{
-			Subject: pkix.Name{CommonName: "tensorferry authority"}, NotAfter: time.Now().AddDate(0, 0, authorityDays),
+			Subject: pkix.Name{CommonName: "tensorferry authority"}, NotAfter: time.Now().AddDate(0, 0, 10*validDays),
 			IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageCRLSign,
 		}, nil, nil); err != nil {
 			return nil, err

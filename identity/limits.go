@@ -12,13 +12,12 @@ const (
 	// lookEvery is the minimum time between two checks of the files.
 	lookEvery = time.Second
 	// A client that does not speak TLS, or for which there is no room, is told so. goodbye and goodbyeFrames limit the time
-	// and the number of frames that this may take; goodbyeBytes limits the size of a frame
-	// and of what is read after the client's first RPC.
+	// and the number of frames that this may take.
 	goodbye       = time.Second
 	goodbyeFrames = 16
-	goodbyeBytes  = 16 << 10
 	// handshakeBytes is the most that a client may send during its handshake: chainBytes,
-	// its hello, and what of its HTTP/2 arrives with their end.
+	// its hello, and what of its HTTP/2 arrives with their end; and in a frame, and after its frames,
+	// if it is told that it is refused.
 	handshakeBytes = 64 << 10
 	// chainCerts and chainBytes limit a client's certificate with its intermediate ones.
 	// A stranger's are kept, too, and each one may have to be tried as the issuer of each
@@ -33,9 +32,8 @@ const (
 	warnPart  = 10
 	warnEvery = time.Hour
 	// validDays is how long the server and client certificates of WriteCertificates are
-	// valid, and authorityDays the same for the authority's.
-	validDays     = 365
-	authorityDays = 3650
+	// valid; the authority's is ten times as long.
+	validDays = 365
 	// hostBytes is the longest DNS name (RFC 1035, section 2.3.4).
 	hostBytes = 253
 	// clockSkew is how much the clock of another machine may be behind.

@@ -25,7 +25,7 @@ func Refuse(conn net.Conn, read []byte, st *spb.Status) {
 		return
 	}
 	f := http2.NewFramer(conn, all)
-	f.SetMaxReadFrameSize(goodbyeBytes)
+	f.SetMaxReadFrameSize(handshakeBytes)
 	if f.WriteSettings() != nil {
 		return
 	}
@@ -52,5 +52,5 @@ func Refuse(conn net.Conn, read []byte, st *spb.Status) {
 			_ = f.WriteHeaders(http2.HeadersFrameParam{StreamID: frame.StreamID, BlockFragment: encoded.Bytes(), EndHeaders: true, EndStream: true})
 		}
 	}
-	_, _ = io.CopyN(io.Discard, conn, goodbyeBytes) // closing with unread bytes would lose the text
+	_, _ = io.CopyN(io.Discard, conn, handshakeBytes) // closing with unread bytes would lose the text
 }

@@ -65,10 +65,10 @@ func (s *Server) hold(a *slab.Account, bytes int64) error {
 	return s.take(a, inbound.HeapShare*bytes)
 }
 
-// take takes n bytes more, or says why not. As much again, up to smallSpare, stays free, for
+// take takes n bytes more, or says why not. As much again, up to computeBytes, stays free, for
 // smaller ones.
 func (s *Server) take(a *slab.Account, n int64) error {
-	spare := min(n, smallSpare)
+	spare := min(n, computeBytes)
 	if a.Take(n + spare) {
 		a.Release(spare)
 		return nil

@@ -24,7 +24,7 @@ type healthService struct {
 // Health returns a handler of gRPC's health service alone, for a listener of its own: whoever
 // probes may have no credentials.
 func (s *Server) Health() http.Handler {
-	g := grpc.NewServer(grpc.MaxRecvMsgSize(probeBytes)) // nobody has shown who they are
+	g := grpc.NewServer(grpc.MaxRecvMsgSize(requestFree)) // nobody has shown who they are
 	healthpb.RegisterHealthServer(g, s.health)
 	return g
 }

@@ -128,7 +128,7 @@ func (s *Server) ListFailures(ctx context.Context, req *pb.ListFailuresRequest) 
 		return nil, frame.Errorf(frame.InvalidArgument, "call_id: %d bytes; an id has %d, which are not all 0", len(req.GetCallId()), len(call))
 	case !named && s.cfg.Identify == nil && !onThisMachine(ctx):
 		return nil, frame.Errorf(frame.FailedPrecondition, "this server does not know who you are: name the call, or ask from its own machine")
-	case !rpcOf(ctx).received.Take(failuresBytes):
+	case !rpcOf(ctx).received.Take(2 * failuresPage * (1<<10 + frame.NameBytes)):
 		return nil, errReceived
 	}
 	who := Principal(ctx)

@@ -3,8 +3,6 @@ package server
 import "time"
 
 const (
-	// probeBytes is the largest request of a probe: a name, and more than a name needs.
-	probeBytes = 4 << 10
 	// lookEvery is how often the senders of open RPCs are asked about, and the health of the store is
 	// looked at, and how long that may take: it costs a folder with files of others that changes up
 	// to 60 ms.
@@ -20,18 +18,16 @@ const (
 	earlyLeast = time.Millisecond
 	earlyMost  = 50 * time.Millisecond
 	// An answer of ListFailures has at most failuresPage of them: 1 KiB and a name each, encoded.
-	failuresPage  = 256
-	failuresBytes = 2 * failuresPage * (1<<10 + 512)
+	failuresPage = 256
 	// requestFree is the size up to which a request, or an output, is not charged to a budget:
-	// 8 MiB for as many calls as a server has by default.
+	// 8 MiB for as many calls as a server has by default. A probe sends no larger one.
 	requestFree = 4 << 10
-	// smallSpare bytes of what small calls may have are left by what is larger: for eight of 30 KB.
-	smallSpare = 1 << 20
 	// requestParts is how many names, ranges, parameters and the like a request may have
 	// that is not part of a session or a push: 2 MB in memory. A pull that holds more
 	// ranges must be split in two.
 	requestParts = 16 << 10
-	// computeBytes is the maximum size of the one message of Compute, in each direction.
+	// computeBytes is the maximum size of the one message of Compute, in each direction, and what is
+	// left of what small calls may have by what is larger.
 	computeBytes = 1 << 20
 	// An answer of ListTensors has at most listPage tensors, with listBytes of names and shapes.
 	listPage  = 1000

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/lane"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -301,7 +302,7 @@ func TestThinChunksOfALanePayTheirPrice(t *testing.T) {
 				}
 				require.NoError(t, <-sent)
 				// Beside what may come at once, and what is owed until it is worth waiting.
-				require.InDelta(t, chunks*tc.each, time.Since(began), float64(100*time.Millisecond+2*thinDebt))
+				require.InDelta(t, chunks*tc.each, time.Since(began), float64(100*time.Millisecond+2*inbound.Debt))
 			})
 		})
 	}

@@ -1,7 +1,5 @@
 package conns
 
-import "time"
-
 const (
 	// The work of a frame is counted in small frames: one for itself, placing more for a
 	// chunk, and one for each workBytes of its control parts. Each payBytes of payload pays
@@ -15,9 +13,6 @@ const (
 	// firstChunks is how many opened tensors may have their chunks' frames free at a time:
 	// several times as many as a session has open, by default.
 	firstChunks = 256
-	// thinDebt is how far a connection may exceed its rate before it waits: a timer for
-	// each frame would cost more than the frame.
-	thinDebt = 5 * time.Millisecond
 	// refusals is how many connections beyond the limit may be told so at a time; more are
 	// closed at once. It is a burst of clients that come back, and each takes a descriptor.
 	refusals = 32

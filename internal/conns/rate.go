@@ -88,7 +88,7 @@ func (r *Frames) Recv() (*frame.Frame, error) {
 // price returns how long to wait for n small frames. No frame costs more than the limiter's
 // burst.
 func price(thin *rate.Limiter, n int) time.Duration {
-	if delay := thin.ReserveN(time.Now(), min(n, thin.Burst())).Delay(); delay >= thinDebt {
+	if delay := thin.ReserveN(time.Now(), min(n, thin.Burst())).Delay(); delay >= inbound.Debt {
 		return delay
 	}
 	return 0

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -113,7 +114,7 @@ func TestThinFramesComeAtTheRateOfTheirConnection(t *testing.T) {
 				for i := range 10 * perSecond {
 					next(mine[i%2])
 				}
-				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*thinDebt+time.Duration(cost)*3*time.Millisecond))
+				require.InDelta(t, time.Duration(10*cost)*time.Second, time.Since(began), float64(3*inbound.Debt+time.Duration(cost)*3*time.Millisecond))
 				began = time.Now()
 				next(&Frames{frames: &c.source, one: &Conn{thin: all.limiter()}})
 				require.Zero(t, time.Since(began))

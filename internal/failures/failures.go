@@ -75,7 +75,7 @@ func (l *Log) keep(f *Failure, place string) *admission.LogSampler {
 		l.last[(f.Number-1)%kept] = *f
 	}
 	model := f.Model
-	if l.kinds[model] == nil && len(l.kinds) >= modelsKept {
+	if l.kinds[model] == nil && len(l.kinds) >= kept {
 		model = ""
 	}
 	if l.kinds[model] == nil {

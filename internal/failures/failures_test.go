@@ -85,10 +85,10 @@ func TestTheKindsOfAModelHaveALimit(t *testing.T) {
 	lines := strings.Count(out.String(), "\n")
 	require.Less(t, lines, kinds+12, "all others are one kind")
 	require.GreaterOrEqual(t, lines, kinds)
-	for n := range 2 * modelsKept {
+	for n := range 2 * kept {
 		kind(fmt.Sprint("m", n), 1)
 	}
-	require.LessOrEqual(t, len(l.kinds), modelsKept+1)
+	require.LessOrEqual(t, len(l.kinds), kept+1)
 }
 
 func TestAPlaceHasALimit(t *testing.T) {

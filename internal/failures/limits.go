@@ -1,11 +1,10 @@
 package failures
 
 const (
-	// kept is how many failures a Log has, and causeBytes how long the cause of one may be.
+	// kept is how many failures a Log has, and of how many models they are logged apart: all others are
+	// one. causeBytes is how long the cause of one may be.
 	kept       = 1024
 	causeBytes = 1 << 10
-	// modelsKept is of how many models failures are logged apart; all others are one.
-	modelsKept = 1024
 	// placeBytes is how much of a place tells one kind from another: a worker could say much.
 	placeBytes = 256
 	// traceBytes is how much of the end of a trace is logged.

@@ -150,8 +150,8 @@ const (
 func (m *Memory) Conn(c net.Conn, first []byte, message int64, busy func() bool) *Conn {
 	r := io.MultiReader(bytes.NewReader(first), c)
 	conn := &Conn{
-		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(r, readBytes), rest: preface,
-		control: rate.NewLimiter(controlRate, controlBurst), calm: time.Now(), told: make(chan struct{}), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(r, 2*wire.FrameBytes), rest: preface,
+		control: rate.NewLimiter(controlRate, 2*controlRate), calm: time.Now(), told: make(chan struct{}), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
 	}
 	conn.close = sync.OnceValue(func() error {
 		close(conn.done)
@@ -241,7 +241,7 @@ func (c *Conn) next() error {
 
 // pay allows control frames, one for each controlPays bytes.
 func (c *Conn) pay(bytes int64) {
-	if c.paid.Load() < controlBurst*controlPays {
+	if c.paid.Load() < 2*controlRate*controlPays {
 		c.paid.Add(bytes)
 	}
 }
@@ -258,7 +258,7 @@ func (c *Conn) pace() error {
 	} else if time.Since(c.calm) >= pause { // by then its peer may have gone long ago
 		return ErrControl
 	}
-	if d < controlDebt {
+	if d < Debt {
 		return nil
 	}
 	select {
@@ -428,7 +428,7 @@ func frameCost(n int) int64 {
 	switch {
 	case n > wire.MediumBytes:
 		return wire.FrameBytes + overhead
-	case n > smallBytes:
+	case n > wire.SmallBytes:
 		return wire.MediumBytes + overhead
 	}
 	return int64(n+n/8) + overhead // the allocator rounds up
@@ -600,7 +600,7 @@ func (c *Conn) Open(fields map[string][]string, cancel func(why error)) (*RPC, b
 	}
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	if full := c.m.opened+r.own > c.m.rpcs && c.opened > rpcsFree; full || !c.room(r.own) {
+	if full := c.m.opened+r.own > c.m.rpcs && c.opened > Free/2; full || !c.room(r.own) {
 		return nil, c.m.deny()
 	}
 	c.m.add(c, r.own)

@@ -165,8 +165,8 @@ func TestALargerMessageThatCanNeverBeHadEndsAtOnce(t *testing.T) {
 			m := small(mib)
 			l := m.largePeer(t, size)
 			defer l.close()
-			for n := 0; n < size; n += smallBytes + 1 {
-				_, _ = l.peer.Write(frame(typeData, 0, 1, message(size)[n:min(n+smallBytes+1, size)]))
+			for n := 0; n < size; n += wire.SmallBytes + 1 {
+				_, _ = l.peer.Write(frame(typeData, 0, 1, message(size)[n:min(n+wire.SmallBytes+1, size)]))
 			}
 			<-l.ended
 			if large, ok := errors.AsType[*TooLargeError](l.why()); !ok || large.Takes <= large.Most {

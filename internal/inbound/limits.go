@@ -2,10 +2,6 @@ package inbound
 
 import "time"
 
-// smallBytes is the largest data frame that lies in Go's heap. Others lie in buffers of
-// wire.MediumBytes or wire.FrameBytes.
-const smallBytes = 1 << 10
-
 const (
 	// Free is what each connection may hold beside Memory's limit: a small call and its
 	// RPC pass however full the rest is.
@@ -19,11 +15,7 @@ const (
 	// those lies behind them, so that waiting would not end.
 	beginOf = 2
 	shareOf = 4
-	// rpcsFree is what RPCs themselves may take of a connection's Free.
-	rpcsFree = Free / 2
 
-	// readBytes is what is read from the socket at a time: two data frames.
-	readBytes = 32 << 10
 	// overhead is what gRPC allocates for each frame beside its bytes: about 56 for what
 	// it queues, and a buffer's header.
 	overhead = 128
@@ -45,15 +37,16 @@ const (
 	// updates, pings and what comes for RPCs that are over, beside one for each controlPays
 	// bytes that are written to it, controlsOfData for each data frame and controlsOfRPC for
 	// each RPC: gRPC's own clients send half as many, such as a window update for each small
-	// message that they read. Those beyond are read later, in steps of controlDebt; a connection that
-	// is never done with them for pause is closed.
+	// message that they read. Those beyond are read later, in steps of Debt; a connection that
+	// is never done with them for pause is closed. It may begin with those of two seconds.
 	controlRate    = 1000
-	controlBurst   = 2000
 	controlPays    = 4 << 10
 	controlsOfData = 2
 	paysData       = 16 // bytes of a data frame that does: a client could have a message come byte by byte
 	controlsOfRPC  = 4
-	controlDebt    = 5 * time.Millisecond
+	// Debt is how far a connection may exceed a rate before it waits: a timer for each frame would
+	// cost more than the frame.
+	Debt = 5 * time.Millisecond
 	// goodbye is how long a peer has to take the reason why its connection is closed, and
 	// goodbyeBytes how much of what it sends meanwhile is dropped.
 	goodbye      = time.Second

@@ -21,6 +21,8 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"golang.org/x/time/rate"
 )
 
 var (
@@ -65,10 +67,9 @@ type Memory struct {
 	waiting    []*Conn         // for memory, in their order
 	left       map[*Conn]int64 // what RPCs left unread when they ended
 	collected  map[*Conn]int64 // likewise: the next collection frees it
-	collecting bool            // one that was asked for
-	asked      time.Time       // when it had ended
+	collecting rate.Sometimes  // runs one
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
-	relieved   time.Time       // when relieve last searched all connections
+	searching  rate.Sometimes  // all connections, which is long, for one to relieve the others of
 	opened     int64           // for RPCs themselves, of all connections
 	queued     int64           // for what gRPC has in its queue, of all connections
 	larger     int64           // of used, what connections have whose messages may be larger than own
@@ -82,6 +83,7 @@ func NewMemory(limit, message int64) *Memory {
 	return &Memory{
 		own: message, limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, gc: runtime.GC,
 		conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64),
+		collecting: rate.Sometimes{Interval: collectEvery}, searching: rate.Sometimes{Interval: lookEvery},
 	}
 }
 
@@ -209,14 +211,9 @@ func (m *Memory) deny() bool {
 	return false
 }
 
-// searches reports whether to search all connections, which is long, for one to relieve
-// the others of; mu is held.
-func (m *Memory) searches() bool {
-	now := time.Now()
-	due := now.Sub(m.relieved) >= lookEvery
-	if due {
-		m.relieved = now
-	}
+// searches reports whether to search all connections now; mu is held.
+func (m *Memory) searches() (due bool) {
+	m.searching.Do(func() { due = true })
 	return due
 }
 
@@ -328,16 +325,11 @@ func (m *Memory) sweep() {
 // collect runs a collection if that frees anything and none has just been run.
 func (m *Memory) collect() {
 	m.mu.Lock()
-	due := m.collected != nil && !m.collecting && time.Since(m.asked) >= collectEvery
-	m.collecting = m.collecting || due
+	due := m.collected != nil
 	m.mu.Unlock()
-	if !due {
-		return
+	if due {
+		m.collecting.Do(m.gc)
 	}
-	m.gc()
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.collecting, m.asked = false, time.Now()
 }
 
 // relieve ends an RPC that the waiting of c may be due to, if there is one: of c itself

@@ -56,7 +56,7 @@ func Probes(serving func() bool, health http.Handler) http.Handler {
 func Serve(ctx context.Context, l net.Listener, secure *tls.Config, h http.Handler, log *slog.Logger) error {
 	s := &http.Server{
 		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
-		Handler:  h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: idleWait, MaxHeaderBytes: headerBytes,
+		Handler:  h, ReadTimeout: readWait, ReadHeaderTimeout: readWait, WriteTimeout: writeWait, IdleTimeout: 2 * writeWait, MaxHeaderBytes: headerBytes,
 		Protocols: new(http.Protocols), HTTP2: &http.HTTP2Config{MaxConcurrentStreams: streams},
 	}
 	s.Protocols.SetHTTP1(true)

@@ -11,10 +11,9 @@ const (
 	// readWait is how long a request may take to come: it has no body.
 	readWait = 5 * time.Second
 	// writeWait is how long an answer may take: a profile of 30 s, pprof's own
-	// default, and as much again.
+	// default, and as much again. A scraper's connection is kept for twice as long: between scrapes of
+	// a minute.
 	writeWait = time.Minute
-	// idleWait keeps a scraper's connection between scrapes of a minute.
-	idleWait = 2 * time.Minute
 	// headerBytes is far more than a scraper sends.
 	headerBytes = 16 << 10
 	// closeWait is how long a stopping listener lets answers end.

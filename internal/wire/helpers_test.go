@@ -42,7 +42,7 @@ func (l *ledger) Put(b *[]byte) {
 // behind the last one.
 func (l *ledger) split(b []byte, cuts ...byte) mem.BufferSlice {
 	var s mem.BufferSlice
-	b = append(make([]byte, 0, len(b)+smallest), b...)
+	b = append(make([]byte, 0, len(b)+SmallBytes+1), b...)
 	for i := 0; len(b) > 0; i++ {
 		n := len(b)
 		if len(cuts) > 0 {
@@ -167,7 +167,7 @@ func holds(m protoreflect.Message) bool {
 	case *tensorferryv1.Chunk:
 		p.Codec = tensorferryv1.Codec(inByte(int32(p.Codec), unknownCodec))
 	case *tensorferryv1.Call:
-		if len(p.Inputs) > MaxBindings {
+		if len(p.Inputs) > MaxCalls {
 			return false
 		}
 	case *tensorferryv1.Failure:
@@ -175,7 +175,7 @@ func holds(m protoreflect.Message) bool {
 	case *tensorferryv1.Summary:
 		p.Reason = string(reason.Parse(p.Reason))
 	case *tensorferryv1.Done:
-		if len(p.Outputs) > MaxBindings {
+		if len(p.Outputs) > MaxCalls {
 			return false
 		}
 		p.Reason = string(reason.Parse(p.Reason))

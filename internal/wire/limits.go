@@ -10,35 +10,29 @@ const (
 	// call and one desc with the most parameters and metadata. gRPC's receive limit is
 	// the largest chunk and this.
 	MaxControlBytes = 64 << 10
-	// MaxCalls is the calls in one frame: a session has no more open tensors.
+	// MaxCalls is the calls in one frame, the inputs of one call, and the outputs of one done: a
+	// session has no more open tensors.
 	MaxCalls = 64
 	// MaxParts is the parts of each other repeated kind in one frame: two bytes on the
 	// wire become a hundred in memory.
 	MaxParts = 256
 	// packedPart is how many bytes of packed varints count as one part: they become up to 128.
 	packedPart = 16
-	// MaxBindings is the inputs of one call, or the outputs of one done, as MaxCalls.
-	MaxBindings = 64
 )
 
-// FrameBytes is the largest data frame that gRPC sends, and takes. Those of more than 1 KiB
-// lie in buffers of MediumBytes or FrameBytes, so that no larger frame takes more than four
-// times its bytes.
+// FrameBytes is the largest data frame that gRPC sends, and takes. Those of more than SmallBytes,
+// up to which it puts no buffers back, lie in buffers of MediumBytes or FrameBytes, so that no
+// larger frame takes more than four times its bytes. MediumBytes are also for what a frame has beside
+// its chunk's payload, as a rule.
 const (
 	FrameBytes  = 16 << 10
 	MediumBytes = 4 << 10
+	SmallBytes  = 1 << 10
 )
 
 const (
-	// smallest is the least capacity of a copy: gRPC never puts back buffers of less.
-	smallest = 1<<10 + 1
 	// maxColdBytes is the largest scratch that an idle session keeps.
 	maxColdBytes = 2 << 10
-	// headBytes is the most of a frame up to its payload: what is beside it, and no less than
-	// the tag and the length of that.
-	headBytes = MaxControlBytes + 16
-	// headerRoom is for what a frame has beside its chunk's payload, as a rule.
-	headerRoom = 4 << 10
 	// segmentBytes of buffers are mapped at a time, or leastBuffers, so that the system can
 	// use huge pages for chunks: uploads without a lane run 4 % faster (November 2026).
 	segmentBytes = 1 << 20
@@ -51,8 +45,8 @@ const (
 var classes = [...]struct{ size, kept int }{
 	{MediumBytes, 256},
 	{FrameBytes, 512},
-	{headerRoom + 64<<10, 16},
-	{headerRoom + 256<<10, 4},
-	{headerRoom + 1<<20, 4},
+	{MediumBytes + 64<<10, 16},
+	{MediumBytes + 256<<10, 4},
+	{MediumBytes + 1<<20, 4},
 	{MaxControlBytes + frame.ChunkBytesCeiling, 0},
 }

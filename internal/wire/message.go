@@ -31,6 +31,7 @@ func (m *Message) parse(data mem.BufferSlice) (err error) {
 	}
 	l, usual := find(head, size)
 	if !usual && len(data) > 1 { // its first buffer may be short
+		const headBytes = MaxControlBytes + 16 // what is beside its payload, and the tag and length of that
 		for _, b := range data {
 			c.b = append(c.b, b.ReadOnlyData()[:min(b.Len(), headBytes-len(c.b))]...)
 		}

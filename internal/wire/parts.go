@@ -54,7 +54,7 @@ func (c *coder) hello(h *frame.Hello) {
 func (c *coder) call(v *frame.Call) {
 	c.id(1, "id", &v.ID)
 	c.name(2, "model", &v.Model)
-	list(c, 3, "inputs", MaxBindings, &v.Inputs, (*coder).binding)
+	list(c, 3, "inputs", MaxCalls, &v.Inputs, (*coder).binding)
 	c.entries(4, "params", &v.Params)
 	number(c, 5, &v.TimeoutMillis)
 	optional(c, 6, "put", &v.Put, (*coder).put)
@@ -128,7 +128,7 @@ func (c *coder) done(d *frame.Done) {
 	c.id(1, "call_id", &d.Call)
 	number(c, 2, &d.Code)
 	c.text(3, "message", &d.Message)
-	list(c, 4, "outputs", MaxBindings, &d.Outputs, (*coder).binding)
+	list(c, 4, "outputs", MaxCalls, &d.Outputs, (*coder).binding)
 	if c.mode == reading || d.Timings != (frame.Timings{}) {
 		nested(c, 5, "timings", &d.Timings, (*coder).timings)
 	}

@@ -25,10 +25,10 @@ func TestBuffersOfEachSizeComeFromThePool(t *testing.T) {
 	testkit.Start(t)
 	p := newBuffers(mem.NopBufferPool{})
 	most := classes[len(classes)-1].size
-	for _, n := range []int{1, smallest - 1, most + 1} {
+	for _, n := range []int{1, SmallBytes, most + 1} {
 		require.Len(t, *p.Get(n), n)
 	}
-	before := smallest
+	before := SmallBytes + 1
 	kept := 0
 	for _, of := range p.of {
 		for _, n := range []int{before, of.size - 1, of.size} {

@@ -53,7 +53,7 @@ type Outgoing struct {
 // room returns a buffer with room for n bytes, without any yet.
 func (o *Outgoing) room(n int) *copied {
 	c := copies.Get().(*copied)
-	c.data = Buffers.Get(max(n, smallest))
+	c.data = Buffers.Get(max(n, SmallBytes+1))
 	*c.data = (*c.data)[:0]
 	if o.copied = c; o.Unread != nil {
 		c.unread, c.bytes = o.Unread, int64(cap(*c.data))

@@ -71,9 +71,9 @@ func TestWhateverIsSentIsChargedUntilGRPCLetsGo(t *testing.T) {
 		bytes   int64
 	}{
 		"a control frame": {frame.Frame{Failures: []frame.Failure{{Tensor: tensorA}}}, MediumBytes},
-		"a chunk":         {hotFrame(make([]byte, 1<<20)), headerRoom + 1<<20},
+		"a chunk":         {hotFrame(make([]byte, 1<<20)), MediumBytes + 1<<20},
 		"a small answer":  {list(10), MediumBytes},
-		"a large answer":  {list(200 << 10), headerRoom + 256<<10},
+		"a large answer":  {list(200 << 10), MediumBytes + 256<<10},
 		"an empty answer": {list(0), MediumBytes},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -215,7 +215,7 @@ func vectors() []vector {
 	msg("calls-65", "over limit", "at most 64 calls a frame", calls)
 	raw("credits-257", "over limit", "at most 256 parts of a kind, even empty ones", bytes.Repeat([]byte{0x22, 0}, MaxParts+1))
 	call := &tensorferryv1.Call{Id: idCall}
-	for range MaxBindings + 1 {
+	for range MaxCalls + 1 {
 		call.Inputs = append(call.Inputs, &tensorferryv1.Input{TensorId: idTensor})
 	}
 	msg("inputs-65", "over limit", "at most 64 inputs a call", &F{Calls: []*tensorferryv1.Call{call}})

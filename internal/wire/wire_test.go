@@ -172,7 +172,7 @@ func TestMarshalRefusesWhatThePeerWouldRefuse(t *testing.T) {
 		"model not UTF-8":       {frame.Frame{Calls: []frame.Call{{ID: tensorA, Model: "\xff"}}}, ErrMalformed},
 		"port not UTF-8":        {frame.Frame{Dones: []frame.Done{{Call: tensorA, Outputs: []frame.Binding{{Port: "\xff"}}}}}, ErrMalformed},
 		"metadata not UTF-8":    {frame.Frame{Descs: []frame.Desc{{Tensor: tensorA, Metadata: map[string]string{"k": "\xff"}}}}, ErrMalformed},
-		"too many bindings":     {frame.Frame{Calls: []frame.Call{{ID: tensorA, Inputs: make([]frame.Binding, MaxBindings+1)}}}, ErrTooLarge},
+		"too many bindings":     {frame.Frame{Calls: []frame.Call{{ID: tensorA, Inputs: make([]frame.Binding, MaxCalls+1)}}}, ErrTooLarge},
 		"too many control data": {frame.Frame{Calls: many}, ErrTooLarge},
 	} {
 		t.Run(name, func(t *testing.T) {
