@@ -18,9 +18,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
-
 	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/stress/known"
@@ -56,22 +53,20 @@ type crash struct {
 	store string
 	rand  *rand.Rand
 
-	names [pushers][]*named
-	sets  []*set
+	alone    [pushers][]*set // of one tensor, which no other pusher has
+	together []*set          // pushed by one each
+	tallies  [2]tally        // of those alone, and of those together
 
-	acked, ackedSets, reads                 atomic.Int64 // reads: of whole sets
-	unacked, whole, absent, replaced, temps int
-	unackedSets, wholeSets                  int
-	manifests, setTemps                     int
-	startMost                               time.Duration
+	reads       atomic.Int64 // of whole sets
+	temps       [2]int
+	manifests   int
+	longestWait time.Duration // for a start
 }
 
-// named is a name, and what it may stand for; nil is no tensor. It belongs to one
-// pusher, and between the lives of a server to the check.
-type named struct {
-	text  string
-	sure  *known.Window   // the last that was acknowledged
-	maybe []*known.Window // tried after that, without an answer
+// tally counts what became of pushes and deletions.
+type tally struct {
+	acked                            atomic.Int64
+	unacked, whole, absent, replaced int
 }
 
 func (c *crash) start(ctx context.Context) (*daemon, error) {
@@ -80,9 +75,14 @@ func (c *crash) start(ctx context.Context) (*daemon, error) {
 
 // servers kills servers in the middle of pushes, and as often in the middle of sets.
 func (c *crash) servers(ctx context.Context) error {
-	c.sets = []*set{newSet("few", 4, pushedBytes), newSet("many", 50, 256*kib), newSet("most", pinnedMost+50, 4*kib)}
+	for _, s := range []*set{newSet("few", 4, pushedBytes), newSet("many", 50, 256*kib), newSet("most", pinnedMost+50, 4*kib)} {
+		s.tally = &c.tallies[1]
+		c.together = append(c.together, s)
+	}
 	for i := range pushers * namesOfEach {
-		c.names[i%pushers] = append(c.names[i%pushers], &named{text: fmt.Sprintf("crash/%d/%d", i%pushers, i/pushers)})
+		s := newSet(fmt.Sprintf("crash/%d/%d", i%pushers, i/pushers), 1, pushedBytes)
+		s.tally = &c.tallies[0]
+		c.alone[i%pushers] = append(c.alone[i%pushers], s)
 	}
 	for kills := 0; kills <= 2*c.kills && len(c.all()) == 0; kills++ {
 		begin := time.Now()
@@ -90,7 +90,7 @@ func (c *crash) servers(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
-		c.startMost = max(c.startMost, time.Since(begin))
+		c.longestWait = max(c.longestWait, time.Since(begin))
 		err = c.check(ctx, d)
 		switch {
 		case err != nil || kills == 2*c.kills:
@@ -107,19 +107,21 @@ func (c *crash) servers(ctx context.Context) error {
 			fmt.Fprintf(c.out, "  %d kills\n", kills)
 		}
 	}
-	fmt.Fprintf(c.out, `servers killed: %d, each while up to %d pushes were open
-  acknowledged     %d tensors and deletions: all there, whole, after each kill
-  unacknowledged   %d: %d whole, %d absent, %d with the older tensor whole in their place; none half
+	for i, what := range []string{
+		fmt.Sprintf("up to %d pushes were open", pushers),
+		fmt.Sprintf("%d sets, of up to %d tensors, were pushed and pulled", len(c.together), pinnedMost+50),
+	} {
+		t := &c.tallies[i]
+		fmt.Fprintf(c.out, `servers killed: %d, each while %s
+  acknowledged     %d: all there, whole, after each kill
+  unacknowledged   %d: %d whole, %d absent, %d with the older whole in their place; none in part
   temporary files  %d left by the kills, 0 left by the start after
-servers killed: %d, each while %d sets, of up to %d tensors, were pushed and pulled
-  acknowledged     %d sets: all there, whole, after each kill
-  unacknowledged   %d: %d whole, %d absent, with the older set whole in their place; none in part
-  pulls            %d of a set, each of one version
-  manifests        %d left by the kills, and %d temporary files; 0 left by the start after
+`, c.kills, what, t.acked.Load(), t.unacked, t.whole, t.absent, t.replaced, c.temps[i])
+	}
+	fmt.Fprintf(c.out, `  pulls            %d of a set, each of one version
+  manifests        %d left by the kills, 0 left by the start after
 longest start      %v
-`, c.kills, pushers, c.acked.Load(), c.unacked, c.whole, c.absent, c.replaced, c.temps,
-		c.kills, len(c.sets), pinnedMost+50, c.ackedSets.Load(), c.unackedSets, c.wholeSets, c.unackedSets-c.wholeSets, c.reads.Load(), c.manifests, c.setTemps,
-		c.startMost.Round(time.Millisecond))
+`, c.reads.Load(), c.manifests, c.longestWait.Round(time.Millisecond))
 	return nil
 }
 
@@ -158,7 +160,7 @@ func (l *life) end() {
 // pushLife has tensors pushed until a random moment, when the server is killed.
 func (c *crash) pushLife(ctx context.Context, d *daemon) error {
 	l := &life{crash: c, daemon: d}
-	for i, own := range c.names {
+	for i, own := range c.alone {
 		l.work(fmt.Sprint("pusher ", i), func(cl *client.Client, r *rand.Rand) error { return c.push(ctx, cl, r, own) })
 	}
 	most := lifeMost
@@ -167,48 +169,53 @@ func (c *crash) pushLife(ctx context.Context, d *daemon) error {
 	}
 	err := pause(ctx, time.Duration(c.rand.Int64N(int64(most))))
 	l.end()
-	for _, f := range c.files() {
-		if strings.HasPrefix(f, ".push-") {
-			c.temps++
-		}
-	}
+	c.count(&c.temps[0])
 	return err
 }
 
+// count counts what a kill has left.
+func (c *crash) count(temps *int) {
+	for _, f := range c.files() {
+		switch {
+		case f == manifestName:
+			c.manifests++
+		case strings.HasPrefix(f, ".push-"):
+			*temps++
+		}
+	}
+}
+
 // push pushes several tensors at a time, and deletes some, until that fails.
-func (c *crash) push(ctx context.Context, cl *client.Client, r *rand.Rand, own []*named) error {
+func (c *crash) push(ctx context.Context, cl *client.Client, r *rand.Rand, own []*set) error {
 	for {
-		if n := own[r.IntN(len(own))]; r.IntN(6) == 0 && n.sure != nil {
-			n.maybe = append(n.maybe, nil)
-			if _, err := cl.Delete(ctx, n.text); err != nil {
+		if s := own[r.IntN(len(own))]; r.IntN(6) == 0 && s.stored() > 0 {
+			s.try(nil)
+			if _, err := cl.Delete(ctx, s.names...); err != nil {
 				return err
 			}
-			n.sure, n.maybe = nil, nil
-			c.acked.Add(1)
+			s.ack()
 		}
 		r.Shuffle(len(own), func(i, j int) { own[i], own[j] = own[j], own[i] })
 		batch := own[:1+r.IntN(4)]
 		var req client.PushRequest
-		for _, n := range batch {
+		for _, s := range batch {
 			size := known.Size(r, pushedBytes)
 			if r.IntN(2) == 0 {
 				size = r.IntN(pushedBytes + 1)
 			}
 			w := known.Any(r, size)
-			n.maybe = append(n.maybe, &w)
-			req.Tensors = append(req.Tensors, w.Input(n.text, nil))
+			s.try(version{w})
+			req.Tensors = append(req.Tensors, w.Input(s.names[0], nil))
 		}
 		summaries, err := cl.Push(ctx, req)
-		for i, s := range summaries {
-			if s.Err != nil {
+		for i, sum := range summaries {
+			if sum.Err != nil {
 				continue
 			}
-			if !s.Durable {
-				return fmt.Errorf("%s is acknowledged as not durable", s.Name)
+			if !sum.Durable {
+				return fmt.Errorf("%s is acknowledged as not durable", sum.Name)
 			}
-			n := batch[i]
-			n.sure, n.maybe = n.maybe[len(n.maybe)-1], nil
-			c.acked.Add(1)
+			batch[i].ack()
 		}
 		if err != nil {
 			return err
@@ -234,34 +241,10 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 		return err
 	}
 	defer cl.Close()
-	all := slices.Concat(c.names[:]...)
-	var names []string
-	for _, n := range all {
-		names = append(names, n.text)
-	}
-	summaries, err := known.Pull(ctx, cl, names...)
-	if err != nil {
-		return err
-	}
 	there := 0
-	for i := range summaries {
-		s := &summaries[i]
-		if s.Err == nil {
-			there++
-		} else if status.Code(s.Err) != codes.NotFound {
-			c.add("%v", s.Err)
-			continue
-		}
-		c.settle(all[i], s)
-	}
-	for _, s := range c.sets {
-		unacked, fresh, err := s.settle(ctx, cl)
-		if err != nil {
+	for _, s := range append(slices.Concat(c.alone[:]...), c.together...) {
+		if _, err := s.settle(ctx, cl); err != nil {
 			return err
-		}
-		c.unackedSets += unacked
-		if fresh {
-			c.wholeSets++
 		}
 		there += s.stored()
 	}
@@ -269,31 +252,6 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 		c.add("%d files, %d tensors listed, %d pulled: %v", files, len(list), there, err)
 	}
 	return nil
-}
-
-// settle finds what a name stands for now among what it may.
-func (c *crash) settle(n *named, s *client.Summary) {
-	tried := n.maybe
-	n.maybe = nil
-	c.unacked += len(tried)
-	for _, w := range tried {
-		if w.Is(s) == nil {
-			if n.sure = w; w != nil {
-				c.whole++
-			} else {
-				c.absent++
-			}
-			return
-		}
-	}
-	switch err := n.sure.Is(s); {
-	case err != nil:
-		c.add("%s is neither what was acknowledged nor one of %d tried after that: %v", n.text, len(tried), err)
-	case n.sure != nil:
-		c.replaced += len(tried)
-	default:
-		c.absent += len(tried)
-	}
 }
 
 // files returns the names in the folder.

@@ -43,11 +43,12 @@ const (
 // version is the content of a set's tensors, in the order of their names; nil is none.
 type version []known.Window
 
-// set is tensors that are only pushed together, so that all of them are of one version. One
-// at a time pushes it; it is safe for concurrent use by others that read it.
+// set is tensors that are only pushed together, so that all of them are of one version, or
+// one tensor. One at a time pushes it; it is safe for concurrent use by others that read it.
 type set struct {
 	names []string // sorted
 	most  int      // bytes of one tensor
+	tally *tally
 
 	mu    sync.Mutex // guards all below
 	tried []version  // from the last one known to be there
@@ -55,7 +56,7 @@ type set struct {
 }
 
 func newSet(prefix string, n, most int) *set {
-	s := &set{most: most, tried: []version{nil}}
+	s := &set{most: most, tried: []version{nil}, tally: new(tally)}
 	for i := range n {
 		s.names = append(s.names, fmt.Sprintf("%s/%03d", prefix, i))
 	}
@@ -74,13 +75,14 @@ func (s *set) try(v version) {
 
 // ack notes that the last version is stored.
 func (s *set) ack() {
+	s.tally.acked.Add(1)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.acked = len(s.tried) - 1
 }
 
 // push pushes versions until that fails.
-func (s *set) push(ctx context.Context, cl *client.Client, r *rand.Rand, acked *atomic.Int64) error {
+func (s *set) push(ctx context.Context, cl *client.Client, r *rand.Rand) error {
 	for {
 		v := make(version, len(s.names))
 		var req client.PushRequest
@@ -99,7 +101,6 @@ func (s *set) push(ctx context.Context, cl *client.Client, r *rand.Rand, acked *
 			}
 		}
 		s.ack()
-		acked.Add(1)
 	}
 }
 
@@ -177,20 +178,31 @@ func (s *set) mixture(tried []version, first int, got []client.Summary) error {
 	return known.Wrong("%d tensors of a set of %d are not all of one of the versions %d to %d: %s", len(got), len(s.names), first, len(tried)-1, strings.Join(of, "; "))
 }
 
-// settle finds which version is there now, when nobody pushes, and forgets the others.
-func (s *set) settle(ctx context.Context, cl *client.Client) (unacked int, fresh bool, err error) {
+// settle finds which version is there now, when nobody pushes, and forgets the others. It
+// reports whether that is the last one tried.
+func (s *set) settle(ctx context.Context, cl *client.Client) (last bool, err error) {
 	found, err := s.read(ctx, cl)
 	if err != nil {
-		return 0, false, err
+		return false, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	unacked, fresh = len(s.tried)-1-s.acked, found > s.acked
+	last = found == len(s.tried)-1
+	unacked := len(s.tried) - 1 - s.acked
+	s.tally.unacked += unacked
+	switch {
+	case s.tried[found] == nil:
+		s.tally.absent += unacked
+	case found > s.acked:
+		s.tally.whole += unacked
+	default:
+		s.tally.replaced += unacked
+	}
 	s.tried, s.acked = []version{s.tried[found]}, 0
-	return unacked, fresh, nil
+	return last, nil
 }
 
-// stored returns how many tensors there are, once it is settled.
+// stored returns how many tensors of it were acknowledged last.
 func (s *set) stored() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -201,8 +213,8 @@ func (s *set) stored() int {
 // when a set has just been committed. Beside them single tensors are pushed.
 func (c *crash) setLife(ctx context.Context, d *daemon) error {
 	l := &life{crash: c, daemon: d}
-	for _, s := range c.sets {
-		l.work("pusher of "+s.glob(), func(cl *client.Client, r *rand.Rand) error { return s.push(ctx, cl, r, &c.ackedSets) })
+	for _, s := range c.together {
+		l.work("pusher of "+s.glob(), func(cl *client.Client, r *rand.Rand) error { return s.push(ctx, cl, r) })
 		l.work("reader of "+s.glob(), func(cl *client.Client, _ *rand.Rand) error {
 			for {
 				if _, err := s.read(ctx, cl); err != nil {
@@ -212,20 +224,13 @@ func (c *crash) setLife(ctx context.Context, d *daemon) error {
 			}
 		})
 	}
-	l.work("pusher", func(cl *client.Client, r *rand.Rand) error { return c.push(ctx, cl, r, c.names[0]) })
+	l.work("pusher", func(cl *client.Client, r *rand.Rand) error { return c.push(ctx, cl, r, c.alone[0]) })
 	err := pause(ctx, time.Duration(c.rand.Int64N(int64(lifeMost))))
 	if err == nil && c.rand.IntN(2) == 0 {
 		err = c.untilManifest(ctx)
 	}
 	l.end()
-	for _, f := range c.files() {
-		switch {
-		case f == manifestName:
-			c.manifests++
-		case strings.HasPrefix(f, ".push-"):
-			c.setTemps++
-		}
-	}
+	c.count(&c.temps[1])
 	return err
 }
 
@@ -374,9 +379,8 @@ func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) err
 	if _, err := p.atRest(ctx); err != nil {
 		return err
 	}
-	acked := p.s.isAcked()
-	_, fresh, err := p.s.settle(ctx, cl)
-	if fresh || acked {
+	last, err := p.s.settle(ctx, cl)
+	if last {
 		p.fresh++
 	}
 	if p.folder == "" || err != nil {
@@ -389,13 +393,6 @@ func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) err
 		}
 	}
 	return err
-}
-
-// isAcked reports whether the last version tried was acknowledged.
-func (s *set) isAcked() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.acked == len(s.tried)-1
 }
 
 // tidy reports a file in the folder that is not that of a tensor.

@@ -105,39 +105,37 @@ func TestGrowthThatNobodySawIsAProblem(t *testing.T) {
 
 func TestACrashLeavesWhatWasAcknowledgedOrTriedAfter(t *testing.T) {
 	old, fresh, other, half := known.Pick(1, mib), known.Pick(2, mib), known.Pick(3, mib), known.Pick(2, mib/2)
-	found := func(w known.Window) *client.Summary {
-		return &client.Summary{Name: "x", Desc: w.Desc(), Data: w.Data()}
+	s := newSet("x", 1, mib)
+	found := func(w known.Window) client.Summary {
+		return client.Summary{Name: s.names[0], Desc: w.Desc(), Data: w.Data()}
 	}
-	nothing := &client.Summary{Name: "x", Err: &client.Error{Code: codes.NotFound}}
+	nothing := client.Summary{Name: s.glob(), Err: &client.Error{Code: codes.NotFound}}
 	mixed := found(fresh)
 	mixed.Data = append(bytes.Clone(old.Data()[:mib/2]), fresh.Data()[mib/2:]...)
 	for name, tc := range map[string]struct {
-		name named
-		got  *client.Summary
-		good bool
+		tried []version // of which the first was acknowledged
+		got   client.Summary
+		good  bool
 	}{
-		"acknowledged and there":             {named{sure: &old}, found(old), true},
-		"acknowledged and gone":              {named{sure: &old}, nothing, false},
-		"acknowledged and another":           {named{sure: &old}, found(other), false},
-		"never pushed":                       {named{}, nothing, true},
-		"never pushed and there":             {named{}, found(other), false},
-		"tried and whole":                    {named{maybe: []*known.Window{&fresh}}, found(fresh), true},
-		"tried and absent":                   {named{maybe: []*known.Window{&fresh}}, nothing, true},
-		"tried and half":                     {named{maybe: []*known.Window{&fresh}}, found(half), false},
-		"replaced":                           {named{sure: &old, maybe: []*known.Window{&fresh}}, found(fresh), true},
-		"not replaced":                       {named{sure: &old, maybe: []*known.Window{&fresh}}, found(old), true},
-		"replaced by half":                   {named{sure: &old, maybe: []*known.Window{&fresh}}, mixed, false},
-		"lost in being replaced":             {named{sure: &old, maybe: []*known.Window{&fresh}}, nothing, false},
-		"new acknowledged and the old there": {named{sure: &fresh}, found(old), false},
-		"deletion tried, gone":               {named{sure: &old, maybe: []*known.Window{nil}}, nothing, true},
-		"deletion tried, there":              {named{sure: &old, maybe: []*known.Window{nil}}, found(old), true},
-		"deletion acknowledged, back":        {named{}, found(old), false},
+		"acknowledged and there":      {[]version{{old}}, found(old), true},
+		"acknowledged and gone":       {[]version{{old}}, nothing, false},
+		"acknowledged and another":    {[]version{{old}}, found(other), false},
+		"never pushed and there":      {[]version{nil}, found(other), false},
+		"tried and whole":             {[]version{nil, {fresh}}, found(fresh), true},
+		"tried and absent":            {[]version{nil, {fresh}}, nothing, true},
+		"tried and half":              {[]version{nil, {fresh}}, found(half), false},
+		"replaced":                    {[]version{{old}, {fresh}}, found(fresh), true},
+		"not replaced":                {[]version{{old}, {fresh}}, found(old), true},
+		"replaced by half":            {[]version{{old}, {fresh}}, mixed, false},
+		"lost in being replaced":      {[]version{{old}, {fresh}}, nothing, false},
+		"deletion tried, gone":        {[]version{{old}, nil}, nothing, true},
+		"deletion tried, there":       {[]version{{old}, nil}, found(old), true},
+		"deletion acknowledged, back": {[]version{nil}, found(old), false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c := &crash{environment: &environment{}}
-			c.settle(&tc.name, tc.got)
-			require.Equal(t, tc.good, len(c.all()) == 0, "%v", c.all())
-			require.Empty(t, tc.name.maybe)
+			s.tried = tc.tried
+			_, err := s.judge(0, []client.Summary{tc.got})
+			require.Equal(t, tc.good, err == nil, "%v", err)
 		})
 	}
 }
