@@ -98,7 +98,7 @@ stress-soak: ## Put mixed load on two servers for 20 minutes, and see whether an
 	cd stress && $(GO) run $(STAMP) . soak
 
 stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
-	@set -e; for part in worker-kills client-kills program-kills server-restarts threads tasks connects training-faults training-sessions training-steps; do tools/python-stress $$part; done
+	@set -e; for part in worker-kills client-kills program-kills threads tasks connects training-faults training-sessions training-steps; do tools/python-stress $$part; done
 
 build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
 	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry

@@ -105,7 +105,7 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 			return runAttack(ctx, e)
 		}
 		if e.served != "" {
-			return serveCounted(ctx, e.served, e.journal)
+			return serveCounted(e.served, e.journal)
 		}
 		return e.judge(ctx, p.name, p.run)
 	}

@@ -11,6 +11,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -28,6 +29,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/harness"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/server"
+	"github.com/tensorferry/tensorferry/store/memory"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -48,9 +50,9 @@ const (
 	once  = "once"
 )
 
-// serveCounted is a server whose models write the number of each call to a journal, until a
-// signal drains it.
-func serveCounted(ctx context.Context, address, journal string) error {
+// serveCounted is a server with the built-in models, and two that write the number of each
+// call to a journal, until SIGTERM drains it or SIGINT ends it at once.
+func serveCounted(address, journal string) error {
 	file, err := os.OpenFile(journal, os.O_APPEND|os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -59,11 +61,14 @@ func serveCounted(ctx context.Context, address, journal string) error {
 	host := cpu.NewHost(cpu.HostConfig{Workers: 16})
 	defer host.Close()
 	models := engine.NewRegistry()
+	for _, m := range append(cpu.Builtins(host), cpu.Slow(host)) {
+		err = errors.Join(err, models.Add(m))
+	}
 	port := func(name string) []engine.Port {
 		return []engine.Port{{Name: name, DTypes: []tensor.DataType{tensor.Uint64}, Shape: []int64{1}}}
 	}
 	for _, name := range []string{again, once} {
-		m, err := cpu.RowFunc{
+		m, e := cpu.RowFunc{
 			Info: engine.Info{Name: name, Inputs: port("x"), Outputs: port("y"), Idempotent: name == again},
 			Rows: func(_ context.Context, b cpu.RowBlock) error {
 				time.Sleep(rand.N(runMost / 2))
@@ -73,24 +78,28 @@ func serveCounted(ctx context.Context, address, journal string) error {
 				return err
 			},
 		}.Model(host)
-		if err = errors.Join(err, models.Add(m)); err != nil {
-			return err
-		}
+		err = errors.Join(err, e, models.Add(m))
 	}
-	s, err := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget()})
-	if err != nil {
+	kept := memory.New(host.Pool(), 256*mib)
+	defer kept.Close()
+	s, e := server.New(server.Config{Models: models, Pool: host.Pool(), Budget: host.Budget(), Store: kept})
+	if err = errors.Join(err, e); err != nil {
 		return err
 	}
 	l, err := net.Listen("tcp", address)
 	if err != nil {
 		return err
 	}
-	defer context.AfterFunc(ctx, func() {
-		end, cancel := context.WithTimeout(context.Background(), drainWait)
-		defer cancel()
-		_ = s.Shutdown(end)
+	told := make(chan os.Signal, 1)
+	signal.Notify(told, syscall.SIGINT, syscall.SIGTERM)
+	go func() { // ends with the server
+		if <-told == syscall.SIGTERM {
+			end, cancel := context.WithTimeout(context.Background(), drainWait)
+			defer cancel()
+			_ = s.Shutdown(end)
+		}
 		s.Close()
-	})()
+	}()
 	fmt.Println(l.Addr())
 	return s.Serve(l)
 }
@@ -164,10 +173,10 @@ func runRestarts(ctx context.Context, e *environment) error {
 	random := rand.New(rand.NewPCG(e.seed, 0))
 	for i := range e.kills {
 		time.Sleep(time.Duration(random.Int64N(int64(upMost))))
-		if i%2 == 0 {
+		if i%3 == 0 {
 			s.Kill()
 		} else {
-			_ = s.Process.Signal(syscall.SIGTERM)
+			_ = s.Process.Signal([]os.Signal{1: syscall.SIGTERM, 2: syscall.SIGINT}[i%3])
 			if err := s.Stopped(); err != nil {
 				return fmt.Errorf("a server that was to end: %w", err)
 			}
@@ -227,6 +236,7 @@ func (e *environment) pythonClients(ctx context.Context, address string, tell fu
 		return nil, err
 	}
 	c := proc.New(exec.CommandContext(ctx, e.python, filepath.Join(top, "python", "stress", "restarts.py"), address, strconv.Itoa(e.inPython)))
+	c.Log.Each = func(line string) { fmt.Fprintln(e.out, line) }
 	c.Env = append(c.Env, "TENSORFERRY_BIN="+e.command, "PYTHONPATH="+filepath.Join(top, "python", "src"))
 	out, err := c.Pipe()
 	if err != nil {

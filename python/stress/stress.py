@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads, restarts.
+"""Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads.
 
-    stress.py worker-kills|client-kills|program-kills|server-restarts|threads|connects|tasks|
-        training-faults|training-sessions|training-steps|smoke
+    stress.py worker-kills|client-kills|program-kills|threads|connects|tasks|training-faults|training-sessions|
+        training-steps|smoke
 
 Each command prints a line now and then and a summary, and exits with 1 if something went wrong. It needs nothing but
 the package and the program ($TENSORFERRY_BIN); numpy and torch are used where they are. It reads /proc.
@@ -756,77 +756,6 @@ def program_kills(tally: Tally, n: int, seed: int) -> None:
     server.stop(tally)
 
 
-def server_restarts(tally: Tally, n: int, seed: int) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    server = Server(port=port)
-    client = tf.connect(server.address)
-    rng, stop = random.Random(seed), threading.Event()
-    news = threading.Condition()
-    good = [0] * 6  # successes by thread
-
-    def rest() -> dict[str, int]:
-        gc.collect()
-        pid = own_link()
-        sockets = sum("socket:" in os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-        return {"sockets": sockets, "threads": usage(pid)["threads"]}
-
-    def job(i: int) -> Callable[[], None]:
-        own = random.Random(f"{seed}/{i}")
-        kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
-
-        def work() -> None:
-            while not stop.is_set() and not tally.over.is_set():
-                err = outcome(tally, lambda: act(own, client, kept, "r"))
-                if err is not None:
-                    stop.wait(err.retry_after or 0.05)
-                else:
-                    with news:
-                        good[i] += 1
-                        news.notify_all()
-
-        return work
-
-    def all_work(what: str) -> None:
-        began, before = time.monotonic(), list(good)
-        with news:
-            news.wait_for(lambda: all(a > b for a, b in zip(good, before)) or tally.over.is_set(), 30)
-        tally.took(what, began, 20)
-
-    def restarts() -> None:
-        nonlocal server
-        for _ in range(n):
-            all_work("results of all threads")
-            if tally.over.is_set():
-                break
-            tally.over.wait(rng.uniform(0, 0.3))
-            how = rng.choice(("killed", "stopped", "drained"))
-            began = time.monotonic()
-            server.signal({"killed": signal.SIGKILL, "stopped": signal.SIGINT}.get(how, signal.SIGTERM))
-            if how == "stopped" and server.ended(0.6) is None:
-                server.signal(signal.SIGINT)  # at once
-            code = server.ended(30)
-            if code is None or (how == "drained" and code not in (0, 1)):
-                tally.fail(f"a server that was {how} ended with {code}: " + "".join(list(server.log)[-10:]))
-                server.process.kill()
-                server.process.wait()
-            tally.took(f"end of a server that is {how}", began, 20)
-            tally.over.wait(rng.choice((0, rng.uniform(0, 1))))
-            server = Server(port=port)
-            tally.add(how)
-            tally.tick()
-        all_work("results of all threads")
-        stop.set()
-
-    base = rest()
-    gather(tally, [job(i) for i in range(len(good))], restarts)
-    clear(client)
-    returns(tally, "the link program", rest, base, {**SLACK, "sockets": 4})
-    client.close()
-    server.stop(tally)
-
-
 def threads(tally: Tally, seconds: float, seed: int) -> None:
     server = Server()
     client = tf.connect(server.address)
@@ -1164,7 +1093,6 @@ COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
     "program-kills": (program_kills, 50, 6, "kill the program of a link"),
-    "server-restarts": (server_restarts, 20, 3, "kill, stop and drain a server under load, and start it again"),
     "connects": (connects, 1000, 60, "connect and close"),
     "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
     "training-faults": (training("faults"), 300, 10, "train while processes are killed, and compare the curve"),
