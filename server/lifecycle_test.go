@@ -213,49 +213,6 @@ func TestAConnectionCutAnywhereLeavesNothingBehind(t *testing.T) {
 	}
 }
 
-// crawl is a request to the slow model: 32 blocks of 20 ms.
-func crawl(data []byte) client.Request {
-	d := tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{int64(len(data))}}
-	return client.Request{
-		Model: "slow", Inputs: []client.Input{client.From("", tensor.Tensor{Desc: d, Data: data})},
-		Params: map[string]string{"delay": "20ms"},
-	}
-}
-
-func TestTheSlowModelStopsWithinABlockOfItsCallersEnd(t *testing.T) {
-	testkit.Start(t)
-	data := testkit.Bytes(32*mib, 1)
-	for name, tc := range map[string]struct {
-		strike func(s *client.Session, p *proxy)
-		code   codes.Code
-	}{
-		"close of the session":   {func(s *client.Session, _ *proxy) { _ = s.Close() }, codes.Canceled},
-		"loss of the connection": {func(_ *client.Session, p *proxy) { p.cut() }, codes.Unavailable},
-	} {
-		t.Run(name, func(t *testing.T) {
-			testkit.Start(t)
-			f := serve(t, nil)
-			p := newProxy(t, f.addr, -1)
-			c, err := client.Dial(p.addr, client.Config{})
-			require.NoError(t, err)
-			defer func() { require.NoError(t, c.Close()) }()
-			s, err := c.Session(t.Context())
-			require.NoError(t, err)
-			call, err := s.Call(t.Context(), crawl(data))
-			require.NoError(t, err)
-			for _, err := range call.Regions() {
-				require.NoError(t, err)
-				break // results flow
-			}
-			tc.strike(s, p)
-			_, err = call.Wait()
-			require.Equal(t, tc.code, status.Code(err), err)
-			require.Zero(t, call.Timings().Total, "it did not end well")
-			f.isIdleSoon(t)
-		})
-	}
-}
-
 func (f *fixture) isIdleSoon(t testing.TB) {
 	t.Helper()
 	testkit.Eventually(t, f.isIdle, "the end of every call")

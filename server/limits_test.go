@@ -20,7 +20,6 @@ import (
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	healthpb "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
@@ -464,37 +463,6 @@ func TestABadComputeIsRefusedAndSaysWhy(t *testing.T) {
 			require.NoError(t, err, "a good call after it")
 			f.isEmpty(t)
 		})
-	}
-}
-
-func TestACloseEndsAComputeAtOnce(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, nil)
-	g := addGate(t, f, "gate")
-	stub := pb.NewTensorServiceClient(f.dial(t))
-	ended := make(chan error, 1)
-	go func() {
-		_, err := stub.Compute(t.Context(), asking("gate", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
-		ended <- err
-	}()
-	testkit.Eventually(t, func() bool { return g.started.Load() == 1 }, "the call")
-	f.server.Close()
-	st := status.Convert(<-ended)
-	require.Equal(t, codes.Unavailable, st.Code(), st.Message())
-}
-
-func TestALostRunOfAComputeShowsInTheModelsHealth(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, nil)
-	f.lost = 1
-	require.NoError(t, f.models.Add(loser{f.named(t, "loser")}))
-	_, err := pb.NewTensorServiceClient(f.dial(t)).Compute(t.Context(), asking("loser", pb.DataType_DATA_TYPE_UINT8, []byte("abc"), 3))
-	require.Equal(t, codes.Internal, status.Code(err), err)
-	h := healthpb.NewHealthClient(f.dial(t))
-	for name, want := range map[string]healthpb.HealthCheckResponse_ServingStatus{"model/loser": ill, "model/echo": healthy, "": healthy} {
-		r, err := h.Check(t.Context(), &healthpb.HealthCheckRequest{Service: name})
-		require.NoError(t, err)
-		require.Equal(t, want, r.GetStatus(), name)
 	}
 }
 

@@ -106,26 +106,6 @@ func TestHealthFollowsModelsThatComeAndGo(t *testing.T) {
 	seen(healthy)
 }
 
-// loser is a model whose runs do not end.
-type loser struct{ engine.Model }
-
-type lostRun struct{ engine.Run }
-
-func (l loser) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
-	r, err := l.Model.Open(ctx, c)
-	if err != nil {
-		return nil, err
-	}
-	return lostRun{r}, nil
-}
-
-func (r lostRun) Close() error {
-	if err := r.Run.Close(); err != nil {
-		return err
-	}
-	return &engine.LostError{Text: "for the test"}
-}
-
 func TestNothingServesWhileTheServerDrains(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)

@@ -125,52 +125,6 @@ func TestAWholeCallMayBeOneFrameEachWay(t *testing.T) {
 	require.LessOrEqual(t, timings.ReceiveNanos, timings.FirstResultNanos)
 }
 
-func TestCallsAndDescsMayComeApartAndInAnyOrderOfInputs(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, nil)
-	addPair(t, f)
-	r := openRaw(t, f.addr)
-	x := offering("pair", floats(1000), 1000).as(pb.DataType_DATA_TYPE_FLOAT32, 10, 100)
-	w := offering("pair", floats(100), 64).as(pb.DataType_DATA_TYPE_FLOAT32, 100)
-	w.desc.CallId, w.desc.Port = x.call.Id, "w"
-	w.call = x.call
-	x.call.Inputs = []*pb.Input{{Port: "w", TensorId: w.desc.TensorId}, {Port: "x", TensorId: x.desc.TensorId}}
-	r.send(&pb.Frame{Calls: []*pb.Call{x.call}})
-	r.send(&pb.Frame{Descs: []*pb.TensorDesc{x.desc}})
-	r.send(&pb.Frame{Descs: []*pb.TensorDesc{w.desc}})
-	r.deliver(w)
-	r.deliver(x)
-	out := r.result(x)
-	require.Len(t, out, 2)
-	sum, scaled := pairWant(x.data, w.data)
-	require.Equal(t, scaled, out["scaled"].data)
-	require.Equal(t, sum, out["sum"].data)
-}
-
-func TestInputsMayComeOnAllowanceOrOnCreditInAnyMix(t *testing.T) {
-	testkit.Start(t)
-	f := serve(t, unpaced)
-	addPair(t, f)
-	r := openRaw(t, f.addr)
-	for _, rows := range []int{0, 1, 1000, 6000} {
-		for mix := range 4 {
-			x := offering("pair", floats(rows*100), 1000).as(pb.DataType_DATA_TYPE_FLOAT32, int64(rows), 100)
-			w := offering("pair", floats(100), 64).as(pb.DataType_DATA_TYPE_FLOAT32, 100)
-			w.desc.CallId, w.desc.Port = x.call.Id, "w"
-			x.call.Inputs = append(x.call.Inputs, &pb.Input{Port: "w", TensorId: w.desc.TensorId})
-			w.call = x.call
-			x.desc.OnAllowance, w.desc.OnAllowance = mix&1 > 0 && len(x.data) < mib/2, mix&2 > 0
-			r.send(&pb.Frame{Calls: []*pb.Call{x.call}, Descs: []*pb.TensorDesc{w.desc, x.desc}})
-			r.deliver(w)
-			r.deliver(x)
-			out := r.result(x)
-			sum, scaled := pairWant(x.data, w.data)
-			require.Equal(t, string(scaled), string(out["scaled"].data))
-			require.Equal(t, string(sum), string(out["sum"].data))
-		}
-	}
-}
-
 func TestATensorWithoutBytesMayHaveManyBlocks(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, nil)

@@ -3,6 +3,7 @@ package serving
 import (
 	"bytes"
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -64,6 +65,37 @@ func TestCallsAndTensorsOverASessionsLimitsAreRefusedAlone(t *testing.T) {
 			}
 			p.good()
 		})
+	})
+}
+
+// TestInputsMayComeOnAllowanceOrOnCreditInAnyMix has call and descs in one frame, or apart.
+func TestInputsMayComeOnAllowanceOrOnCreditInAnyMix(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, nil)
+		addPair(t, f)
+		p := f.session(t)
+		for _, rows := range []int{0, 1, 1000, 6000} {
+			for mix := range 8 {
+				x := offering("pair", floats(rows*100), 1000).as(tensor.Float32, int64(rows), 100)
+				w := x.beside("w", tensor.Float32, floats(100), 100)
+				w.desc.ChunkBytes, w.desc.OnAllowance, x.desc.OnAllowance = 64, mix&1 > 0, mix&2 > 0 && len(x.data) < mib/2
+				if mix&4 > 0 {
+					slices.Reverse(x.call.Inputs)
+					p.send(&frame.Frame{Calls: []frame.Call{x.call}})
+					p.send(&frame.Frame{Descs: []frame.Desc{x.desc}})
+					p.send(&frame.Frame{Descs: []frame.Desc{w.desc}})
+				} else {
+					p.send(&frame.Frame{Calls: []frame.Call{x.call}, Descs: []frame.Desc{w.desc, x.desc}})
+				}
+				p.deliver(w)
+				p.deliver(x)
+				out := p.result(x)
+				sum, scaled := pairWant(x.data, w.data)
+				require.True(t, bytes.Equal(scaled, out["scaled"]))
+				require.True(t, bytes.Equal(sum, out["sum"]))
+			}
+		}
 	})
 }
 
