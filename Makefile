@@ -30,7 +30,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks nightly test race nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke demo bench bench-memory floods bench-floods bench-peers bench-roads bench-against bench-load build \
+	examples grpcurl-check old-new bench-smoke demo bench bench-memory floods bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-training bench-dropins stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke schedules fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -50,9 +50,6 @@ bench-memory: ## Measure the peak memory of server and client for a tensor of 16
 
 floods: ## Every flood of a server, and 200 sessions that end while their results are on the way
 	$(GO) test ./server -count=1 -run 'TestAHealthyClientIsServedThroughAFlood|TestEveryChunkThatAPeerReads' -flood.all -endings 200
-
-bench-floods: ## Measure a healthy client's small calls while others flood the server
-	$(GO) test ./server -count=1 -v -run TestAHealthyClientIsServedThroughAFlood -flood.large
 
 bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p
@@ -118,7 +115,7 @@ CHECKS = test race nocgo cuda ptxas lint generated tidy-check examples grpcurl-c
 	bench-smoke stress-smoke python python-examples lint-python
 
 # What takes longer than somebody waits for.
-NIGHTLY := old-new schedules floods bench-floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
+NIGHTLY := old-new schedules floods stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-python cuda-mutants fuzz
 
 check: $(CHECKS) ## All of it, as CI does (default)
 

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"syscall"
 	"time"
@@ -49,57 +50,63 @@ func runAttack(ctx context.Context, e *environment) error {
 	if err != nil {
 		return err
 	}
-	chosen[0].Run(ctx, e.victim)
+	chosen[0].Run(ctx, e.victim, 1)
 	return nil
 }
 
 // withstand attacks a server of its own, and holds it to what it may take at every
-// second, and to serving somebody else. Beside it another server is attacked first: what
-// that does to the small calls is for want of the processor, not of fairness.
+// second, and to serving somebody else. Beside it another server is not attacked: how long
+// small calls take there is for want of the processor, not of fairness.
 func (e *environment) withstand(ctx context.Context, a *attack.Attack) (err error) {
-	serve := func() (*daemon, error) { return e.serve(ctx, "--memory", "64MiB", "--metrics", "127.0.0.1:0") }
-	other, err := serve()
+	flags, to := []string{"--memory", "64MiB", "--store", "memory:32MiB", "--metrics", "127.0.0.1:0"}, new(target)
+	if a.Name == attack.Handshakes {
+		more, err := to.secure(filepath.Join(e.dir, "tls"))
+		if err != nil {
+			return err
+		}
+		flags = append(flags, more...)
+	}
+	var servers [2]*daemon
+	var sessions [2]*client.Session
+	for i := range servers {
+		d, err := e.serve(ctx, flags...)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, d.Stop()) }()
+		c, err := client.Dial(d.address, client.Config{Credentials: to.credentials, PerRPC: to.perRPC})
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, c.Close()) }()
+		servers[i] = d
+		if sessions[i], err = c.Session(ctx); err != nil {
+			return err
+		}
+		stored := client.PushRequest{Tensors: []client.Input{known.Pick(0, 4*mib).Input(attack.Stored, nil)}}
+		if _, err := c.Push(ctx, stored); err != nil {
+			return err
+		}
+	}
+	before, err := smallCalls(ctx, sessions[0], e.lasts/5)
 	if err != nil {
 		return err
 	}
-	defer other.Kill()
-	d, err := serve()
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, d.Stop()) }()
-	c, err := client.Dial(d.address, client.Config{})
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, c.Close()) }()
-	s, err := c.Session(ctx)
-	if err != nil {
-		return err
-	}
-	before, err := smallCalls(ctx, s, e.lasts/5)
-	if err != nil {
-		return err
-	}
-	most := float64(a.Connections+1) * ownBytes
-	beside, err := (&watch{daemon: other, most: most}).attack(ctx, a.Name, s, e.lasts/2)
-	if err != nil {
-		return err
-	}
-	other.Kill()
-	w := &watch{daemon: d, most: most}
-	during, err := w.attack(ctx, a.Name, s, e.lasts)
+	d := servers[0]
+	w := &watch{daemon: d, most: float64(a.Connections+1) * ownBytes}
+	took, err := w.attack(ctx, a.Name, sessions, e.lasts)
 	if err != nil {
 		return err
 	}
 	f, err := d.until(ctx, "empty", func(f figures) bool {
-		return f["tensorferry_sessions"] == 1 && f["tensorferry_receive_used_bytes"] < 64*kib && f["tensorferry_calls"] == 0
+		// The client's own sessions: one for its calls, and that of its push.
+		return f["tensorferry_sessions"] == 2 && f["tensorferry_receive_used_bytes"] < 64*kib && f["tensorferry_calls"] == 0
 	})
 	worst := w.worst - baseRSS - int64(a.Connections)*connectionRSS - w.sessions*sessionRSS
 	fmt.Fprintf(e.out, "%-40s RSS %s at most, %s charged at most, %s beyond what is charged and documented; ", a.Name, mibs(w.peak), mibs(w.charged), mibs(max(worst, 0)))
 	for _, q := range []float64{0.5, 0.99} {
-		at := func(took []time.Duration) time.Duration { return bench.Quantile(took, q).Round(10 * time.Microsecond) }
-		fmt.Fprintf(e.out, "p%.0f %v, %v beside, %v under attack; ", q*100, at(before), at(beside), at(during))
+		at := func(all []time.Duration) time.Duration { return bench.Quantile(all, q).Round(10 * time.Microsecond) }
+		fmt.Fprintf(e.out, "p%.0f %v, %v beside, %v under attack; ", q*100, at(before), at(took[1]), at(took[0]))
 	}
 	fmt.Fprintf(e.out, "%v ended for memory\n", f["tensorferry_receive_ended_total"])
 	if n := f["tensorferry_runs_abandoned_total"]; n > 0 {
@@ -119,20 +126,23 @@ type watch struct {
 }
 
 // attack has the server attacked from a process of its own, and returns how long the
-// small calls on a session took meanwhile.
-func (w *watch) attack(ctx context.Context, name string, s *client.Session, lasts time.Duration) ([]time.Duration, error) {
+// small calls on each session took meanwhile.
+func (w *watch) attack(ctx context.Context, name string, sessions [2]*client.Session, lasts time.Duration) (took [2][]time.Duration, err error) {
 	self, err := os.Executable()
 	if err != nil {
-		return nil, err
+		return took, err
 	}
 	attackers := proc.New(exec.CommandContext(ctx, self, "receive", "-attack", w.address, "-only", name))
 	if err := attackers.Start(); err != nil {
-		return nil, err
+		return took, err
 	}
 	_ = syscall.Setpriority(syscall.PRIO_PROCESS, attackers.Process.Pid, 15) // so that they starve nobody of the processor
 	watched := make(chan error, 1)
 	go func() { watched <- w.until(ctx, lasts) }()
-	took, err := smallCalls(ctx, s, lasts)
+	err = each(len(took), len(took), func(i int) (err error) {
+		took[i], err = smallCalls(ctx, sessions[i], lasts)
+		return err
+	})
 	return took, errors.Join(err, <-watched, attackers.Stop())
 }
 
@@ -151,7 +161,7 @@ func (w *watch) until(ctx context.Context, lasts time.Duration) error {
 		if most := f["tensorferry_memory_limit_bytes"] + f["tensorferry_receive_limit_bytes"] + w.most; float64(n) > most {
 			return fmt.Errorf("%s are charged, of %s", mibs(n), mibs(most))
 		}
-		w.worst, w.peak = max(w.worst, r.Own-n), max(w.peak, r.Own)
+		w.worst, w.peak = max(w.worst, r.Own-n-int64(f["tensorferry_store_used_bytes"])), max(w.peak, r.Own)
 		w.charged, w.sessions = max(w.charged, n), max(w.sessions, int64(f["tensorferry_sessions"]))
 		if err := pause(ctx, min(time.Second, time.Until(over))); err != nil {
 			return err

@@ -13,17 +13,23 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 	"google.golang.org/protobuf/proto"
+
+	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/codec"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // Conn is a connection to a server. Its methods and those of its RPCs are safe for
 // concurrent use; what a Framer has itself is not.
 type Conn struct {
 	*http2.Framer
-	ctx context.Context
+	ctx  context.Context
+	conn net.Conn
 
 	mu     sync.Mutex // held while frames are written; guards all below
 	last   uint32     // RPC
@@ -34,7 +40,7 @@ type Conn struct {
 // NewConn begins HTTP/2 over conn, with so much window for each answer. Nothing is
 // written after the end of ctx.
 func NewConn(ctx context.Context, conn net.Conn, window uint32) (*Conn, error) {
-	c := &Conn{Framer: http2.NewFramer(conn, conn), ctx: ctx}
+	c := &Conn{Framer: http2.NewFramer(conn, conn), ctx: ctx, conn: conn}
 	c.fields = hpack.NewEncoder(&c.block)
 	_, err := io.WriteString(conn, http2.ClientPreface)
 	return c, errors.Join(err, c.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: window}), c.WriteWindowUpdate(0, gib))
@@ -98,6 +104,9 @@ func (r *RPC) send(b []byte, frame, padding int) *RPC {
 	return r
 }
 
+// frameBytes is what an HTTP/2 frame may carry if nobody has agreed on more.
+const frameBytes = 16 * kib
+
 // unfinished sends a message of a MiB but for its last byte.
 func (r *RPC) unfinished() *RPC { return r.Send(mib, mib-1, frameBytes, 0) }
 
@@ -106,6 +115,18 @@ func (r *RPC) message(m proto.Message) *RPC {
 	b, err := proto.Marshal(m)
 	r.Err = errors.Join(r.Err, err)
 	return r.send(append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(b))), b...), frameBytes, 0)
+}
+
+// asked ends the client's side of the RPC.
+func (r *RPC) asked() *RPC {
+	r.do(func() error { return r.WriteData(r.ID, true, nil) })
+	return r
+}
+
+// chunk sends a chunk of a tensor.
+func (r *RPC) chunk(id []byte, i uint32, data []byte) {
+	sum := codec.CRC32C.Update(codec.CRC32C.Seed(tensor.ID(id), i), data)
+	r.message(&pb.Frame{Chunk: &pb.Chunk{TensorId: id, Index: i, Checksum: sum, Data: data}})
 }
 
 // reset ends the RPC.
@@ -118,4 +139,22 @@ func (r *RPC) reset() error {
 func (r *RPC) rest() error {
 	<-r.ctx.Done()
 	return context.Cause(r.ctx)
+}
+
+// pause waits, and ends the RPC, so that another one follows.
+func (r *RPC) pause(d time.Duration) error {
+	select {
+	case <-time.After(d):
+		return r.reset()
+	case <-r.ctx.Done():
+		return context.Cause(r.ctx)
+	}
+}
+
+// strike sends b, waits for an answer, and resets the connection.
+func (c *Conn) strike(b []byte) error {
+	_, _ = c.conn.Write(b)
+	_, _ = c.conn.Read(make([]byte, 4*kib))
+	_ = c.conn.(*net.TCPConn).SetLinger(0) // a reset, not an end
+	return c.conn.Close()
 }
