@@ -13,20 +13,11 @@ import (
 // cut to left since: to read a page behind them is a fault.
 func CutMapping(t testing.TB, n int, left int64) []byte {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), "cut")
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatalf("testkit: %v", err)
-		}
-	}
-	must(os.WriteFile(path, make([]byte, n), 0o600))
-	f, err := os.Open(path)
-	must(err)
+	f := Must(os.Create(filepath.Join(t.TempDir(), "cut")))
 	defer f.Close()
-	data, err := syscall.Mmap(int(f.Fd()), 0, n, syscall.PROT_READ, syscall.MAP_SHARED)
-	must(err)
-	t.Cleanup(func() { must(syscall.Munmap(data)) })
-	must(os.Truncate(path, left))
+	Must(0, f.Truncate(int64(n)))
+	data := Must(syscall.Mmap(int(f.Fd()), 0, n, syscall.PROT_READ, syscall.MAP_SHARED))
+	t.Cleanup(func() { Must(0, syscall.Munmap(data)) })
+	Must(0, f.Truncate(left))
 	return data
 }
