@@ -16,11 +16,9 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"os/signal"
 	"path/filepath"
 	"slices"
 	"strings"
-	"syscall"
 
 	"github.com/tensorferry/tensorferry/bench/kinds"
 	"github.com/tensorferry/tensorferry/bench/measure"
@@ -32,13 +30,7 @@ func allKinds() []bench.Kind { return append(kinds.All(), flights()...) }
 
 func main() {
 	measure.BeEnd(allKinds())
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx)
-	stop()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "bench:", err)
-		os.Exit(1)
-	}
+	harness.Main("bench", run)
 }
 
 func run(ctx context.Context) error {

@@ -79,7 +79,7 @@ func (d *daemon) scrape(ctx context.Context) (figures, error) {
 	}
 	for _, name := range []string{"go_goroutines", "process_open_fds", "tensorferry_sessions"} {
 		if _, ok := f[name]; !ok {
-			err = errors.Join(err, fmt.Errorf("stress: /metrics says nothing about %s", name))
+			err = errors.Join(err, fmt.Errorf("/metrics says nothing about %s", name))
 		}
 	}
 	return f, err
@@ -100,7 +100,7 @@ func (d *daemon) get(ctx context.Context, path string) ([]byte, error) {
 	}
 	defer r.Body.Close()
 	if r.StatusCode != http.StatusOK {
-		return nil, fmt.Errorf("stress: %s: %s", path, r.Status)
+		return nil, fmt.Errorf("%s: %s", path, r.Status)
 	}
 	return io.ReadAll(r.Body)
 }

@@ -8,7 +8,6 @@ import (
 const (
 	kib = 1 << 10
 	mib = 1 << 20
-	gib = 1 << 30
 
 	// baseRSS, connectionRSS and sessionRSS are what docs/limits.md allows a server for
 	// itself, for each connection and for each session; spareReceived is what it may take at any time beside them and what

@@ -13,11 +13,9 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"os/signal"
 	"slices"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/internal/harness"
@@ -35,6 +33,9 @@ var programs = []struct {
 	{"soak", "mixed load on two servers, and whether anything grows", runSoak},
 }
 
+// others are what this program starts itself as, with two arguments.
+var others = map[string]func(ctx context.Context, a, b string) error{"attack": attackServer, "serve": serveCounted}
+
 // environment is what every program has.
 type environment struct {
 	problems
@@ -48,10 +49,9 @@ type environment struct {
 	rest, lasts        time.Duration
 	seed               uint64
 	folder             string
-	only, victim, tls  string
+	only, tls          string
 	inGo, inPython     int
 	python             string
-	served, journal    string
 }
 
 // flags declares the flags; each says whose it is.
@@ -69,22 +69,16 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.IntVar(&e.inGo, "go", 16, "restarts: `how many` clients are in Go")
 	f.IntVar(&e.inPython, "python-clients", 8, "restarts: `how many` are in Python")
 	f.StringVar(&e.python, "python", "python3", "restarts: the `interpreter`")
-	f.StringVar(&e.served, "serve", "", "restarts: be the server at `address`; the program starts itself with this")
-	f.StringVar(&e.journal, "journal", "", "restarts: the server's `file`")
-	f.StringVar(&e.victim, "attack", "", "receive: attack the server at `address`; the program starts itself with this")
 }
 
 func main() {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx, os.Stdout, os.Args[1:])
-	stop()
-	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintln(os.Stderr, err)
-		os.Exit(1)
-	}
+	harness.Main("stress", func(ctx context.Context) error { return run(ctx, os.Stdout, os.Args[1:]) })
 }
 
 func run(ctx context.Context, out io.Writer, args []string) error {
+	if len(args) == 3 && others[args[0]] != nil {
+		return others[args[0]](ctx, args[1], args[2])
+	}
 	var list strings.Builder
 	for _, p := range programs {
 		fmt.Fprintf(&list, "\n  %-9s %s", p.name, p.what)
@@ -99,17 +93,11 @@ func run(ctx context.Context, out io.Writer, args []string) error {
 			return err
 		}
 		if f.NArg() > 0 {
-			return fmt.Errorf("stress: %s takes no argument %q", p.name, f.Arg(0))
-		}
-		if e.victim != "" {
-			return runAttack(ctx, e)
-		}
-		if e.served != "" {
-			return serveCounted(e.served, e.journal)
+			return fmt.Errorf("%s takes no argument %q", p.name, f.Arg(0))
 		}
 		return e.judge(ctx, p.name, p.run)
 	}
-	return fmt.Errorf("stress: say which program, and -h for its flags:%s", &list)
+	return fmt.Errorf("say which program, and -h for its flags:%s", &list)
 }
 
 // judge runs a program and prints how it ended.
@@ -136,7 +124,7 @@ func (e *environment) judge(ctx context.Context, name string, run func(context.C
 	}
 	if len(all) > 0 {
 		fmt.Fprintf(e.out, "%s: FAIL\n", name)
-		return errors.New("stress: it did not show what it should")
+		return errors.New("it did not show what it should")
 	}
 	fmt.Fprintf(e.out, "%s: PASS\n", name)
 	return nil

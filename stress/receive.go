@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"syscall"
 	"time"
 
@@ -23,34 +22,30 @@ func runReceive(ctx context.Context, e *environment) error {
 		e.lasts = 20 * time.Second
 	}
 	e.expected = "connection closed"
-	chosen, err := e.chosen()
-	for _, a := range chosen {
+	var err error
+	found := false
+	for _, a := range attack.All {
+		if e.only != "" && a.Name != e.only {
+			continue
+		}
+		found = true
 		if failed := e.withstand(ctx, &a); failed != nil {
 			err = errors.Join(err, fmt.Errorf("%s: %w", a.Name, failed))
 		}
 	}
+	if !found {
+		return fmt.Errorf("there is no attack %q", e.only)
+	}
 	return err
 }
 
-// chosen are the attacks that the flags say.
-func (e *environment) chosen() ([]attack.Attack, error) {
-	if e.only == "" {
-		return attack.All, nil
+// attackServer is the process that an attack comes from.
+func attackServer(ctx context.Context, name, address string) error {
+	for _, a := range attack.All {
+		if a.Name == name {
+			a.Run(ctx, address, 1)
+		}
 	}
-	i := slices.IndexFunc(attack.All, func(a attack.Attack) bool { return a.Name == e.only })
-	if i < 0 {
-		return nil, fmt.Errorf("stress: there is no attack %q", e.only)
-	}
-	return attack.All[i : i+1], nil
-}
-
-// runAttack is the process that an attack comes from.
-func runAttack(ctx context.Context, e *environment) error {
-	chosen, err := e.chosen()
-	if err != nil {
-		return err
-	}
-	chosen[0].Run(ctx, e.victim, 1)
 	return nil
 }
 
@@ -132,7 +127,7 @@ func (w *watch) attack(ctx context.Context, name string, sessions [2]*client.Ses
 	if err != nil {
 		return took, err
 	}
-	attackers := proc.New(exec.CommandContext(ctx, self, "receive", "-attack", w.address, "-only", name))
+	attackers := proc.New(exec.CommandContext(ctx, self, "attack", name, w.address))
 	if err := attackers.Start(); err != nil {
 		return took, err
 	}

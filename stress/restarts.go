@@ -39,9 +39,6 @@ const (
 	runMost  = 20 * time.Millisecond
 	upMost   = 400 * time.Millisecond
 	awayMost = 100 * time.Millisecond
-	// drainWait is how long a server that is told to end waits for its calls.
-	drainWait = 5 * time.Second
-	waitMost  = 30 * time.Second
 )
 
 // The models: one whose calls may be repeated, and one whose calls may not.
@@ -52,7 +49,7 @@ const (
 
 // serveCounted is a server with the built-in models, and two that write the number of each
 // call to a journal, until SIGTERM drains it or SIGINT ends it at once.
-func serveCounted(address, journal string) error {
+func serveCounted(_ context.Context, address, journal string) error {
 	file, err := os.OpenFile(journal, os.O_APPEND|os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -94,7 +91,7 @@ func serveCounted(address, journal string) error {
 	signal.Notify(told, syscall.SIGINT, syscall.SIGTERM)
 	go func() { // ends with the server
 		if <-told == syscall.SIGTERM {
-			end, cancel := context.WithTimeout(context.Background(), drainWait)
+			end, cancel := context.WithTimeout(context.Background(), 5*time.Second)
 			defer cancel()
 			_ = s.Shutdown(end)
 		}
@@ -111,18 +108,6 @@ type outcome struct {
 	err    string // "" is success
 }
 
-// outcomes collects them. Safe for concurrent use.
-type outcomes struct {
-	mu  sync.Mutex
-	all []outcome
-}
-
-func (o *outcomes) add(one outcome) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.all = append(o.all, one)
-}
-
 // runRestarts ends a server at random under clients in Go and Python that repeat what fails,
 // and starts it again: no call may be lost that retries cover, and no other may be
 // computed twice.
@@ -134,7 +119,7 @@ func runRestarts(ctx context.Context, e *environment) error {
 	}
 	journal, address := filepath.Join(e.dir, "journal"), "127.0.0.1:0"
 	start := func() (*proc.Child, error) {
-		c := proc.New(exec.CommandContext(ctx, self, "restarts", "-serve", address, "-journal", journal))
+		c := proc.New(exec.CommandContext(ctx, self, "serve", address, journal))
 		var out proc.Log
 		c.Stdout = &out
 		address, err = c.Listen(ctx, &out, func(line string) string { return line })
@@ -144,29 +129,35 @@ func runRestarts(ctx context.Context, e *environment) error {
 	if err != nil {
 		return err
 	}
-	var heard outcomes
+	var mu sync.Mutex
+	var all []outcome // guarded by mu
+	heard := func(one outcome) {
+		mu.Lock()
+		defer mu.Unlock()
+		all = append(all, one)
+	}
 	var over atomic.Bool
-	var all sync.WaitGroup
+	var clients sync.WaitGroup
 	var opened atomic.Int64 // when the port was last open, until somebody has succeeded
 	var first []time.Duration
-	all.Go(func() { // ends after over
-		_ = calls(address, client.Config{Wait: waitMost}, &over, 1<<50, func(one outcome) {
+	clients.Go(func() { // ends after over
+		_ = calls(address, client.Config{Wait: 30 * time.Second}, &over, 1<<50, func(one outcome) {
 			if at := opened.Load(); at > 0 && one.err == "" && opened.CompareAndSwap(at, 0) {
 				first = append(first, time.Since(time.Unix(0, at)))
 			}
 			if one.err == "" { // others retry
-				heard.add(one)
+				heard(one)
 			}
 		})
 	})
 	for i := range e.inGo {
-		all.Go(func() { // likewise
-			if err := calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard.add); err != nil {
+		clients.Go(func() { // likewise
+			if err := calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard); err != nil {
 				e.add("%v", err)
 			}
 		})
 	}
-	guest, err := e.pythonClients(ctx, address, heard.add)
+	guest, err := e.pythonClients(ctx, address, heard)
 	if err != nil {
 		return err
 	}
@@ -189,7 +180,7 @@ func runRestarts(ctx context.Context, e *environment) error {
 		opened.Store(time.Now().UnixNano())
 	}
 	over.Store(true)
-	all.Wait()
+	clients.Wait()
 	if err := errors.Join(guest(), s.Stop()); err != nil {
 		return err
 	}
@@ -198,7 +189,7 @@ func runRestarts(ctx context.Context, e *environment) error {
 		fmt.Fprintf(e.out, "with Wait, first success after the port is open: median %v, longest %v\n",
 			bench.Quantile(first, 0.5).Round(time.Millisecond), slices.Max(first).Round(time.Millisecond))
 	}
-	return e.compare(journal, heard.all)
+	return e.compare(journal, all)
 }
 
 // calls makes one call after another until over, of both models in turns.

@@ -94,7 +94,7 @@ func TestGrowthIsToldFromNoise(t *testing.T) {
 	require.Empty(t, grown(t, length, func(at time.Duration) float64 { return 100 * mib * min(1, at.Minutes()) }), "it warms up")
 	require.Len(t, grown(t, length, func(at time.Duration) float64 { return (100 + 10*at.Minutes()) * mib }), 1, "a leak of 10 MiB a minute")
 	require.Len(t, grown(t, 4*judgedFrom, func(at time.Duration) float64 { return (100 + at.Minutes()) * mib }), 1, "and of 1 MiB, in time")
-	require.Empty(t, grown(t, judgedFrom/2, func(at time.Duration) float64 { return at.Minutes() * gib }), "too short to say")
+	require.Empty(t, grown(t, judgedFrom/2, func(at time.Duration) float64 { return at.Minutes() * 1024 * mib }), "too short to say")
 }
 
 func TestGrowthThatNobodySawIsAProblem(t *testing.T) {

@@ -87,6 +87,9 @@ func (c *Conn) Open(method string, values ...string) *RPC {
 	return r
 }
 
+// greeted opens a session.
+func (c *Conn) greeted() *RPC { return c.Open(session).message(&pb.Frame{Hello: hello()}) }
+
 // Send sends the first n bytes of a message of size, zeros, in frames with padding.
 func (r *RPC) Send(size uint32, n, frame, padding int) *RPC {
 	return r.send(append(binary.BigEndian.AppendUint32([]byte{0}, size), make([]byte, n)...), frame, padding)
