@@ -175,11 +175,15 @@ func (c *crash) pushLife(ctx context.Context, d *daemon) error {
 
 // count counts what a kill has left.
 func (c *crash) count(temps *int) {
-	for _, f := range c.files() {
+	entries, err := os.ReadDir(c.store)
+	if err != nil {
+		c.add("%v", err)
+	}
+	for _, e := range entries {
 		switch {
-		case f == manifestName:
+		case e.Name() == manifestName:
 			c.manifests++
-		case strings.HasPrefix(f, ".push-"):
+		case strings.HasPrefix(e.Name(), ".push-"):
 			*temps++
 		}
 	}
@@ -227,14 +231,9 @@ var pushedFile = regexp.MustCompile(`^[0-9a-f]{64}\.safetensors$`)
 
 // check holds a server that has just started to what was acknowledged.
 func (c *crash) check(ctx context.Context, d *daemon) error {
-	files := 0
-	for _, f := range c.files() {
-		switch {
-		case pushedFile.MatchString(f):
-			files++
-		case f != ".lock":
-			c.add("%s is left in the folder", f)
-		}
+	files, err := tidy(c.store)
+	if err != nil {
+		c.add("%v", err)
 	}
 	cl, err := client.Dial(d.address, client.Config{})
 	if err != nil {
@@ -254,16 +253,28 @@ func (c *crash) check(ctx context.Context, d *daemon) error {
 	return nil
 }
 
-// files returns the names in the folder.
-func (c *crash) files() (list []string) {
-	entries, err := os.ReadDir(c.store)
-	if err != nil {
-		c.add("%v", err)
-	}
+// tidy returns how many files of tensors are in a folder, and an error that has all others.
+func tidy(folder string) (n int, err error) {
+	entries, err := os.ReadDir(folder)
 	for _, e := range entries {
-		list = append(list, e.Name())
+		switch {
+		case pushedFile.MatchString(e.Name()):
+			n++
+		case e.Name() != ".lock":
+			err = errors.Join(err, fmt.Errorf("%s is left in the folder", e.Name()))
+		}
 	}
-	return list
+	return n, err
+}
+
+// kill kills a client after a random time, which at most is a quarter more than it takes.
+func (c *crash) kill(ctx context.Context, cmd *proc.Child, takes time.Duration) (ended bool, err error) {
+	if err := cmd.Start(); err != nil {
+		return false, err
+	}
+	err = pause(ctx, time.Duration(c.rand.Int64N(int64(takes)*5/4)))
+	_ = cmd.Process.Kill() // it may have ended
+	return cmd.Wait() == nil, err
 }
 
 // puller is a command that pulls, and what its file holds in the end.
@@ -316,7 +327,7 @@ func (c *crash) clients(ctx context.Context, d *daemon) error {
 		if i/2%2 == 1 {
 			old = pulls[0].want[:mib]
 		}
-		whole, err := pulls[i%2].kill(ctx, time.Duration(c.rand.Int64N(int64(pulls[i%2].took)*5/4)), old)
+		whole, err := pulls[i%2].kill(ctx, c, old)
 		if whole {
 			ended++
 		}
@@ -336,21 +347,15 @@ func (c *crash) clients(ctx context.Context, d *daemon) error {
 	return nil
 }
 
-// kill kills the command after a time. Its file held old before, or was not there if
-// that is nil; then it is whole, or as it was.
-func (p *puller) kill(ctx context.Context, after time.Duration, old []byte) (whole bool, err error) {
+// kill kills the command. Its file held old before, or was not there if that is nil; then it
+// is whole, or as it was.
+func (p *puller) kill(ctx context.Context, c *crash, old []byte) (whole bool, err error) {
 	if err = os.RemoveAll(p.file); err == nil && old != nil {
 		err = os.WriteFile(p.file, old, 0o644)
 	}
-	if err != nil {
-		return false, err
+	if err == nil {
+		_, err = c.kill(ctx, p.command(), p.took)
 	}
-	cmd := p.command()
-	if err := cmd.Start(); err != nil {
-		return false, err
-	}
-	err = pause(ctx, after)
-	cmd.Kill()
 	if err != nil {
 		return false, err
 	}

@@ -350,10 +350,6 @@ func (p *killedPushers) atRest(ctx context.Context) (figures, error) {
 // round kills one client, while somebody reads.
 func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) error {
 	p.s.try(p.versions[i%len(p.versions)])
-	cmd := p.client(ctx, i)
-	if err := cmd.Start(); err != nil {
-		return err
-	}
 	var over atomic.Bool
 	read := make(chan error, 1)
 	go func() { // ends when it is over
@@ -366,9 +362,8 @@ func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) err
 		}
 		read <- nil
 	}()
-	err := pause(ctx, time.Duration(p.c.rand.Int64N(int64(p.took)*5/4)))
-	_ = cmd.Process.Kill() // it may have ended
-	if cmd.Wait() == nil {
+	ended, err := p.c.kill(ctx, p.client(ctx, i), p.took)
+	if ended {
 		p.ended++
 		p.s.ack()
 	}
@@ -397,16 +392,7 @@ func (p *killedPushers) round(ctx context.Context, cl *client.Client, i int) err
 
 // tidy reports a file in the folder that is not that of a tensor.
 func (p *killedPushers) tidy() error {
-	entries, err := os.ReadDir(p.folder)
-	n := 0
-	for _, e := range entries {
-		switch {
-		case pushedFile.MatchString(e.Name()):
-			n++
-		case e.Name() != ".lock":
-			err = errors.Join(err, fmt.Errorf("%s is left in the folder", e.Name()))
-		}
-	}
+	n, err := tidy(p.folder)
 	if err == nil && n != len(p.s.names) {
 		err = fmt.Errorf("%d files of %d tensors", n, len(p.s.names))
 	}
