@@ -4,7 +4,7 @@
 // this one, joined by a link of internal/roads, in which TCP runs from end to end.
 // Beside it, in turns, run iperf3, raw sockets, stock gRPC and Arrow Flight in C++. It
 // prints what was measured with the congestion controls that were read back. Where the
-// system has no namespaces it says why and measures nothing.
+// system has no namespaces it says why and measures nothing. Given two commands, it runs these.
 package main
 
 import (
@@ -14,11 +14,10 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
-	"os/signal"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"time"
 
 	"github.com/tensorferry/tensorferry/bench/kinds"
@@ -26,6 +25,7 @@ import (
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/harness"
+	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/internal/roads"
 )
 
@@ -61,13 +61,7 @@ func allKinds() []bench.Kind {
 
 func main() {
 	measure.BeEnd(allKinds())
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx)
-	stop()
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "roads:", err)
-		os.Exit(1)
-	}
+	harness.Main("roads", run)
 }
 
 // options are what to measure.
@@ -104,9 +98,6 @@ func run(ctx context.Context) error {
 	flag.BoolVar(&o.tls, "tls", true, "measure shares over TLS, too")
 	flag.BoolVar(&o.quick, "quick", false, "run every part briefly, to see that it works: the figures mean nothing")
 	flag.Parse()
-	if flag.NArg() > 0 {
-		return fmt.Errorf("%q; give no argument", flag.Args())
-	}
 	if o.quick {
 		o.size, o.rounds, *all, *streams = quickBytes, 1, quickLink, "2"
 	}
@@ -119,6 +110,9 @@ func run(ctx context.Context) error {
 			return err
 		}
 		o.lines = append(o.lines, l)
+	}
+	if flag.NArg() > 0 {
+		return o.between(ctx, flag.Args())
 	}
 	for text := range strings.SplitSeq(*streams, ",") {
 		n, err := strconv.Atoi(text)
@@ -202,10 +196,46 @@ func (o *options) measure(ctx context.Context, dir string) error {
 	return nil
 }
 
+// open builds a line.
+func (o *options) open(ctx context.Context, l line) (*roads.Road, error) {
+	way := roads.Way{Delay: l.rtt / 2, Rate: l.bits(), Queue: l.queueBytes(), Loss: l.loss}
+	return roads.New(ctx, roads.Link{Way: way, MTU: l.mtu, Congestion: o.congestion, Seed: 1})
+}
+
+// between runs a server of tensorferry and a client, whose last argument is the server's
+// address, at the two ends of the first line.
+func (o *options) between(ctx context.Context, args []string) (err error) {
+	at := slices.Index(args, "--")
+	if at < 1 || at == len(args)-1 {
+		return fmt.Errorf("%q; give no arguments, or two commands with -- between them", args)
+	}
+	serve, use := slices.Clip(args[:at]), slices.Clip(args[at+1:])
+	r, err := o.open(ctx, o.lines[0])
+	if no := new(roads.UnavailableError); errors.As(err, &no) {
+		fmt.Println(err)
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, r.Close()) }()
+	if err := roads.Hurry(); err != nil {
+		progress("the link is carried beside other work, which makes packets late: %v", err)
+	}
+	there := r.Ends[server]
+	s, address, err := proc.Serve(ctx, there.Command(ctx, serve[0], append(serve[1:], "--listen", there.Addr.String()+":50051")...))
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, s.Stop()) }()
+	c := r.Ends[client].Command(ctx, use[0], append(use[1:], address)...)
+	c.Stdout, c.Stderr = os.Stdout, os.Stderr
+	return c.Run()
+}
+
 // on measures a part on a line.
 func (o *options) on(ctx context.Context, l line, part string) (err error) {
-	way := roads.Way{Delay: l.rtt / 2, Rate: l.bits(), Queue: l.queueBytes(), Loss: l.loss}
-	r, err := roads.New(ctx, roads.Link{Way: way, MTU: l.mtu, Congestion: o.congestion, Seed: 1})
+	r, err := o.open(ctx, l)
 	if err != nil {
 		return err
 	}

@@ -126,10 +126,10 @@ def where(options: argparse.Namespace, ferry: Child) -> None:
 
 def over_a_road(options: argparse.Namespace, folder: str) -> None:
     """Measure over a link of bench/roads, which the Go program builds: it runs the two ends."""
-    program = common.build(options.go, "./training/road", folder)
+    program = common.build(options.go, "./roads", folder)
     pause = STEP / MICRO / 4  # a micro-batch pauses twice here, and twice there
     said = subprocess.run(
-        [program, "-rtt", ROAD, "env", f"TENSORFERRY_PYTHON={sys.executable}", options.program, "serve", "--child",
+        [program, "-links", f"{ROAD}:9000:1000:0", "env", f"TENSORFERRY_PYTHON={sys.executable}", options.program, "serve", "--child",
          "--insecure", "--engine", "cpu", "--python", "trunk=models:Paused,train", "--python-threads", "1",
          "--python-env", f"PAUSE={pause}", "--", sys.executable, HERE / "ends.py", "road",
          str(options.rounds), str(options.road_steps)],
