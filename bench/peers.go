@@ -61,27 +61,25 @@ func sweep(ctx context.Context, c measure.Config, ops []bench.Op, all []language
 			}
 			sum := map[bool]codec.Checksum{true: l.sum}[sums]
 			for _, op := range ops {
-				var of []Batch
+				at := len(batches)
 				add := func(kind string, rate float64) {
-					of = append(of, Batch{Op: op, Kind: kind, Rate: rate, entrant: g.Entrants[len(of)], sum: sum})
+					batches = append(batches, Batch{Op: op, Kind: kind, Rate: rate, entrant: g.Entrants[len(batches)-at], sum: sum})
 				}
 				for _, x := range found {
-					if x.Work != op {
-						continue
-					}
-					if len(of) == 0 {
+					if x.Work == op && len(batches) == at {
 						add(x.Who, x.Ours.Rate)
 					}
-					add(x.Beside, x.Theirs.Rate)
+					if x.Work == op {
+						add(x.Beside, x.Theirs.Rate)
+					}
 				}
-				best := 0
-				for i, b := range of {
-					if b.Rate > of[best].Rate {
+				best := at
+				for i := at; i < len(batches); i++ {
+					if batches[i].Rate > batches[best].Rate {
 						best = i
 					}
 				}
-				of[best].Best = true
-				batches = append(batches, of...)
+				batches[best].Best = true
 			}
 		}
 	}

@@ -17,7 +17,6 @@ import (
 	"math"
 	"os"
 	"strconv"
-	"strings"
 	"time"
 
 	"google.golang.org/grpc"
@@ -61,7 +60,7 @@ func main() {
 	conns := make(map[string]*server)
 	fmt.Println("ready")
 	for lines := bufio.NewScanner(os.Stdin); lines.Scan(); {
-		a, err := do(conns, strings.Fields(lines.Text()))
+		a, err := do(conns, lines.Text())
 		text, bad := json.Marshal(a)
 		if err = errors.Join(err, bad); err != nil {
 			fmt.Fprintf(os.Stderr, "goend: %s: %v\n", lines.Text(), err)
@@ -71,31 +70,25 @@ func main() {
 	}
 }
 
-func do(conns map[string]*server, words []string) (a answer, err error) {
-	if len(words) != 4 || works[words[0]] == nil {
-		return a, fmt.Errorf("not a line of WORK ADDRESS BYTES COUNT")
+func do(conns map[string]*server, line string) (a answer, err error) {
+	var name, address string
+	var size, count int
+	if _, err := fmt.Sscan(line, &name, &address, &size, &count); err != nil || works[name] == nil {
+		return a, fmt.Errorf("not a line of WORK ADDRESS BYTES COUNT: %w", err)
 	}
-	size, err := strconv.Atoi(words[2])
-	if err != nil {
-		return a, err
-	}
-	count, err := strconv.Atoi(words[3])
-	if err != nil {
-		return a, err
-	}
-	to := conns[words[1]]
+	to := conns[address]
 	if to == nil {
 		to = new(server)
-		to.ClientConn, err = grpc.NewClient(words[1], grpc.WithTransportCredentials(insecure.NewCredentials()),
+		to.ClientConn, err = grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithInitialWindowSize(4<<20), grpc.WithInitialConnWindowSize(4<<20),
 			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(math.MaxInt32)))
 		if err == nil {
-			to.ferry, err = client.Dial(words[1], client.Config{})
+			to.ferry, err = client.Dial(address, client.Config{})
 		}
 		if err != nil {
 			return a, err
 		}
-		conns[words[1]] = to
+		conns[address] = to
 	}
 	if len(data) != size&^7 {
 		data = bytes.Repeat([]byte{0, 0, 0x80, 0x3f, 1, 2, 3, 0x40}, size/8)
@@ -106,7 +99,7 @@ func do(conns map[string]*server, words []string) (a answer, err error) {
 		}
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 		begin := time.Now()
-		first, last, err := works[words[0]](ctx, to, data)
+		first, last, err := works[name](ctx, to, data)
 		cancel()
 		if err != nil {
 			return a, err

@@ -107,35 +107,20 @@ var tarred = bench.Kind{
 	Name: Tar, OwnMemory: true,
 	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
 		bench.FillFloats(p.To)
-		return bench.Accept(ctx, l, func(conn net.Conn) error { return tarAnswers(newTarLink(conn), p.To) })
+		return bench.Accept(ctx, l, func(conn net.Conn) error { return answers(newTarEnd(conn, p.To, p.To)) })
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		conn, err := p.Connect(ctx)
 		if err != nil {
 			return bench.Client{}, err
 		}
-		l := newTarLink(conn)
+		e := newTarEnd(conn, p.Source, p.To)
 		push := func(context.Context, int) (bench.Sample, error) {
-			return bench.Timed(func() error {
-				err := l.request(rawPush)
-				if err == nil {
-					err = l.send(p.Source)
-				}
-				if err == nil {
-					_, err = l.ReadByte() // it is there
-				}
-				return err
-			})
+			return bench.Timed(func() error { return push(e) })
 		}
 		pull := func(context.Context, int) (bench.Sample, error) {
 			n := bytesOf(smalls(p.To))
-			return bench.Transfer(bench.Echo, p.To[:n], p.Source[:n], func() error {
-				err := l.request(rawPull)
-				if err == nil {
-					err = l.receive(p.To)
-				}
-				return err
-			})
+			return bench.Transfer(bench.Echo, p.To[:n], p.Source[:n], func() error { return pull(e) })
 		}
 		return bench.Client{
 			Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){measure.PushMany: push, measure.PushSet: push, measure.PullMany: pull},
@@ -144,20 +129,26 @@ var tarred = bench.Kind{
 	},
 }
 
-type tarLink struct {
+// tarEnd is an end of Tar.
+type tarEnd struct {
 	*bufio.Reader
-	*bufio.Writer
+	out      *bufio.Writer
+	from, to []byte
 }
 
-func newTarLink(conn net.Conn) tarLink {
-	return tarLink{bufio.NewReaderSize(conn, bench.SmallPiece), bufio.NewWriterSize(conn, bench.SmallPiece)}
+func newTarEnd(conn net.Conn, from, to []byte) tarEnd {
+	return tarEnd{bufio.NewReaderSize(conn, bench.SmallPiece), bufio.NewWriterSize(conn, bench.SmallPiece), from, to}
 }
 
-func (l tarLink) request(what byte) error { return errors.Join(l.WriteByte(what), l.Flush()) }
+// Write sends b at once.
+func (e tarEnd) Write(b []byte) (int, error) {
+	n, err := e.out.Write(b)
+	return n, errors.Join(err, e.out.Flush())
+}
 
-func (l tarLink) send(data []byte) error {
-	w := tar.NewWriter(l.Writer)
-	for i, piece := range smalls(data) {
+func (e tarEnd) send() error {
+	w := tar.NewWriter(e.out)
+	for i, piece := range smalls(e.from) {
 		err := w.WriteHeader(&tar.Header{Name: smallName(i), Size: int64(len(piece)), Mode: 0o600})
 		if err == nil {
 			_, err = w.Write(piece)
@@ -166,12 +157,12 @@ func (l tarLink) send(data []byte) error {
 			return err
 		}
 	}
-	return errors.Join(w.Close(), l.Flush())
+	return errors.Join(w.Close(), e.out.Flush())
 }
 
-func (l tarLink) receive(to []byte) error {
-	r := tar.NewReader(l.Reader)
-	for i, piece := range smalls(to) {
+func (e tarEnd) receive() error {
+	r := tar.NewReader(e.Reader)
+	for i, piece := range smalls(e.to) {
 		h, err := r.Next()
 		if err == nil && (h.Name != smallName(i) || h.Size != int64(len(piece))) {
 			err = fmt.Errorf("bench: %s of %d bytes came instead of %s", h.Name, h.Size, smallName(i))
@@ -187,25 +178,4 @@ func (l tarLink) receive(to []byte) error {
 		return fmt.Errorf("bench: the archive does not end: %w", err)
 	}
 	return nil
-}
-
-func tarAnswers(l tarLink, mem []byte) error {
-	for {
-		what, err := l.ReadByte()
-		switch {
-		case errors.Is(err, io.EOF):
-			return nil
-		case err != nil:
-			return err
-		case what == rawPull:
-			err = l.send(mem)
-		default:
-			if err = l.receive(mem); err == nil {
-				err = l.request(what)
-			}
-		}
-		if err != nil {
-			return err
-		}
-	}
 }

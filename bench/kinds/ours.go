@@ -42,7 +42,7 @@ const NoLanes = ", no lanes"
 // client with one open session. Tensors are float32.
 func ourKinds() []bench.Kind {
 	all := []bench.Kind{
-		ours(bench.Tensorferry, client.Config{}, Load{1, 1}, none),
+		ours(bench.Tensorferry, client.Config{}, Load{1, 1}, nil),
 		ours(Folder, client.Config{}, Load{1, 1}, func(p bench.Place, _ *slab.Pool) (store.Store, error) {
 			return folder.Open(filepath.Join(p.Dir, "store"), folder.Config{})
 		}),
@@ -51,15 +51,15 @@ func ourKinds() []bench.Kind {
 			// commits keep them as SizeOf says; now they take no more than that.
 			return memory.New(pool, 2*(slab.SizeOf(int64(len(p.To)))+measure.Many*slab.SizeOf(1))), nil
 		}),
-		ours(bench.Tensorferry+NoLanes, client.Config{Lanes: -1}, Load{1, 1}, none),
+		ours(bench.Tensorferry+NoLanes, client.Config{Lanes: -1}, Load{1, 1}, nil),
 		secured,
 	}
 	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
-		all = append(all, ours(bench.OursWith(sum), client.Config{Checksum: sum}, Load{1, 1}, none),
-			ours(bench.OursWith(sum)+NoLanes, client.Config{Checksum: sum, Lanes: -1}, Load{1, 1}, none))
+		all = append(all, ours(bench.OursWith(sum), client.Config{Checksum: sum}, Load{1, 1}, nil),
+			ours(bench.OursWith(sum)+NoLanes, client.Config{Checksum: sum, Lanes: -1}, Load{1, 1}, nil))
 	}
 	for _, l := range Loads {
-		all = append(all, ours(l.Name(), client.Config{}, l, none))
+		all = append(all, ours(l.Name(), client.Config{}, l, nil))
 	}
 	return all
 }
@@ -79,8 +79,6 @@ func (l Load) Name() string {
 // keeper opens the store of a server, if it has one.
 type keeper func(bench.Place, *slab.Pool) (store.Store, error)
 
-func none(bench.Place, *slab.Pool) (store.Store, error) { return nil, nil }
-
 // secured is tensorferry over TLS, with certificates in the folder of both ends.
 var secured = bench.Kind{
 	Name: TLS, OwnMemory: true,
@@ -89,14 +87,14 @@ var secured = bench.Kind{
 		if err != nil {
 			return errors.Join(err, l.Close())
 		}
-		return serve(ctx, l, p, server.Config{Credentials: creds}, none)
+		return serve(ctx, l, p, server.Config{Credentials: creds}, nil)
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		creds, err := clientCredentials(p)
 		if err != nil {
 			return bench.Client{}, err
 		}
-		return ours(TLS, client.Config{Credentials: creds, Checksum: codec.CRC32C}, Load{1, 1}, none).Dial(ctx, p)
+		return ours(TLS, client.Config{Credentials: creds, Checksum: codec.CRC32C}, Load{1, 1}, nil).Dial(ctx, p)
 	},
 }
 
@@ -105,7 +103,11 @@ func serve(ctx context.Context, l net.Listener, p bench.Place, cfg server.Config
 	host := cpu.NewHost(cpu.HostConfig{MemoryBytes: hostTensors*int64(len(p.To)) + hostSpare})
 	defer host.Close()
 	models := engine.NewRegistry()
-	kept, err := keep(p, host.Pool())
+	var kept store.Store
+	var err error
+	if keep != nil {
+		kept, err = keep(p, host.Pool())
+	}
 	for _, m := range cpu.Builtins(host) {
 		err = errors.Join(err, models.Add(m))
 	}

@@ -22,9 +22,6 @@ import (
 // while it is in a core's cache.
 const RawStored = "raw socket, CRC-32C and digest"
 
-// Requests of RawStored.
-const rawPush, rawPull = 'p', 'g'
-
 // rawEntry is the name of the tensor in the file that is pulled.
 const rawEntry = "x"
 
@@ -34,8 +31,8 @@ var rawStored = bench.Kind{
 		s := &storedEnd{Place: p, path: filepath.Join(p.Dir, "raw.safetensors")}
 		bench.FillFloats(p.To) // every page is written before
 		return bench.Accept(ctx, l, func(conn net.Conn) error {
-			s.link = bench.NewRawLink(conn, codec.CRC32C)
-			return errors.Join(s.serve(), os.RemoveAll(s.path))
+			s.RawLink = bench.NewRawLink(conn, codec.CRC32C)
+			return errors.Join(answers(s), os.RemoveAll(s.path))
 		})
 	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
@@ -43,18 +40,19 @@ var rawStored = bench.Kind{
 		if err != nil {
 			return bench.Client{}, err
 		}
-		c := &storedEnd{Place: p, link: bench.NewRawLink(conn, codec.CRC32C)}
+		c := &storedEnd{Place: p, RawLink: bench.NewRawLink(conn, codec.CRC32C)}
 		return bench.Client{
 			Measure: map[bench.Op]func(context.Context, int) (bench.Sample, error){
-				measure.Push: func(context.Context, int) (bench.Sample, error) { return bench.Timed(c.push) },
+				measure.Push: func(context.Context, int) (bench.Sample, error) { return bench.Timed(func() error { return push(c) }) },
 				measure.Pull: func(context.Context, int) (bench.Sample, error) {
-					return bench.Transfer(bench.Echo, p.To, p.Source, func() error { return c.pull(nil) })
+					return bench.Transfer(bench.Echo, p.To, p.Source, func() error { return pull(c) })
 				},
 				measure.PullToFile: func(context.Context, int) (bench.Sample, error) {
-					return toFile(p, func(f *os.File) error { return c.pull(f) })
+					defer func() { c.file = nil }()
+					return toFile(p, func(f *os.File) error { c.file = f; return pull(c) })
 				},
 			},
-			Close: c.link.Close,
+			Close: c.Close,
 		}, nil
 	},
 }
@@ -62,109 +60,76 @@ var rawStored = bench.Kind{
 // storedEnd is an end of RawStored.
 type storedEnd struct {
 	bench.Place
-	link *bench.RawLink
+	*bench.RawLink
 	path string       // server: of the file that is pulled
 	kept codec.Digest // server: its digest
+	file *os.File     // client: that is filled, if any
 }
 
-// send sends data, hashed unless its digest is known, and then the digest.
-func (e *storedEnd) send(data []byte, digest codec.Digest) error {
+// send sends the source or, at a server, the file.
+func (e *storedEnd) send() error {
+	if e.path == "" {
+		return e.hashed(e.Source, codec.Digest{})
+	}
+	if e.kept.IsZero() {
+		if err := e.store(); err != nil {
+			return err
+		}
+	}
+	file, err := tensorfile.OpenSafetensors(e.path) // mapped
+	if err != nil {
+		return err
+	}
+	x, err := file.Tensor(rawEntry)
+	if err == nil {
+		err = e.hashed(x.Data, e.kept)
+	}
+	return errors.Join(err, file.Close())
+}
+
+// hashed sends data, hashed unless its digest is known, and then the digest.
+func (e *storedEnd) hashed(data []byte, digest codec.Digest) error {
 	var hash codec.Digester
 	for piece := range slices.Chunk(data, bench.SmallPiece) {
 		if digest.IsZero() {
 			_, _ = hash.Write(piece)
 		}
-		if err := e.link.Send(piece); err != nil {
+		if err := e.Send(piece); err != nil {
 			return err
 		}
 	}
 	if digest.IsZero() {
 		digest = hash.Sum()
 	}
-	_, err := e.link.Write(digest[:])
+	_, err := e.Write(digest[:])
 	return err
 }
 
 // receive fills To, or a file of as many bytes, and compares the digest.
-func (e *storedEnd) receive(f *os.File) error {
+func (e *storedEnd) receive() error {
 	var hash codec.Digester
 	for piece := range slices.Chunk(e.To, bench.SmallPiece) {
-		if f != nil {
+		if e.file != nil {
 			piece = e.To[:len(piece)] // one buffer for all
 		}
-		if err := e.link.Receive(piece); err != nil {
+		if err := e.Receive(piece); err != nil {
 			return err
 		}
 		_, _ = hash.Write(piece)
-		if f != nil {
-			if _, err := f.Write(piece); err != nil {
+		if e.file != nil {
+			if _, err := e.file.Write(piece); err != nil {
 				return err
 			}
 		}
 	}
 	var sent codec.Digest
-	if _, err := io.ReadFull(e.link, sent[:]); err != nil {
+	if _, err := io.ReadFull(e, sent[:]); err != nil {
 		return err
 	}
 	if got := hash.Sum(); got != sent {
 		return fmt.Errorf("bench: the digest is %v, sent was %v", got, sent)
 	}
 	return nil
-}
-
-func (e *storedEnd) push() error {
-	if _, err := e.link.Write([]byte{rawPush}); err != nil {
-		return err
-	}
-	if err := e.send(e.Source, codec.Digest{}); err != nil {
-		return err
-	}
-	_, err := io.ReadFull(e.link, make([]byte, 1)) // it is there
-	return err
-}
-
-func (e *storedEnd) pull(f *os.File) error {
-	if _, err := e.link.Write([]byte{rawPull}); err != nil {
-		return err
-	}
-	return e.receive(f)
-}
-
-// serve answers requests until the client leaves.
-func (e *storedEnd) serve() error {
-	for {
-		var what [1]byte
-		if _, err := io.ReadFull(e.link, what[:]); errors.Is(err, io.EOF) {
-			return nil
-		} else if err != nil {
-			return err
-		}
-		if what[0] == rawPush {
-			if err := e.receive(nil); err != nil {
-				return err
-			}
-			if _, err := e.link.Write(what[:]); err != nil {
-				return err
-			}
-			continue
-		}
-		if e.kept.IsZero() {
-			if err := e.store(); err != nil {
-				return err
-			}
-		}
-		file, err := tensorfile.OpenSafetensors(e.path) // mapped
-		if err != nil {
-			return err
-		}
-		x, err := file.Tensor(rawEntry)
-		if err == nil {
-			err = e.send(x.Data, e.kept)
-		}
-		if err = errors.Join(err, file.Close()); err != nil {
-			return err
-		}
-	}
 }
 
 // store makes the file that is pulled: the client's source.
@@ -179,4 +144,55 @@ func (e *storedEnd) store() error {
 	_, _ = hash.Write(e.To)
 	e.kept = hash.Sum()
 	return errors.Join(err, f.Close())
+}
+
+// exchange is an end of a connection over which a client pushes and pulls.
+type exchange interface {
+	io.ReadWriter
+	send() error
+	receive() error
+}
+
+const pushes, pulls = 'p', 'g'
+
+func push(c exchange) error {
+	_, err := c.Write([]byte{pushes})
+	if err == nil {
+		err = c.send()
+	}
+	if err == nil {
+		_, err = io.ReadFull(c, make([]byte, 1)) // it is there
+	}
+	return err
+}
+
+func pull(c exchange) error {
+	_, err := c.Write([]byte{pulls})
+	if err == nil {
+		err = c.receive()
+	}
+	return err
+}
+
+// answers is the server of push and pull, until the client leaves.
+func answers(s exchange) error {
+	for {
+		var what [1]byte
+		_, err := io.ReadFull(s, what[:])
+		switch {
+		case errors.Is(err, io.EOF):
+			return nil
+		case err != nil:
+			return err
+		case what[0] == pulls:
+			err = s.send()
+		default:
+			if err = s.receive(); err == nil {
+				_, err = s.Write(what[:])
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
 }
