@@ -78,7 +78,7 @@ func (s *Server) identify(info credentials.AuthInfo, authorization []string) (pr
 
 // ask identifies the sender of an RPC, and counts and logs refusals.
 func (s *Server) ask(r *rpc) (principal string, err error) {
-	if principal, err = s.identify(r.conn.Info(), r.authorization); err != nil {
+	if principal, err = s.identify(r.conn.Info, r.authorization); err != nil {
 		s.unauthenticated.Add(1)
 		s.refusals.Of(err.Error()).Log(s.log, slog.LevelWarn, "RPC refused", "refused",
 			slog.String("peer", r.conn.RemoteAddr().String()), slog.String("principal", r.principal), slog.String("error", err.Error()))

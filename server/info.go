@@ -82,8 +82,8 @@ func (s *Server) ReceiveLimit() int64 {
 func (s *Server) values() metrics.Values {
 	v := s.core.Values()
 	v.ReceiveUsed, v.ReceiveLimit, v.ReceiveEnded = s.received.Used()
-	v.LanesRefused = s.conns.LanesRefused()
-	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed(), s.unauthenticated.Load()
+	v.LanesRefused = s.conns.LanesRefused.Load()
+	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed.Load(), s.unauthenticated.Load()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
 	v.StoreEvicted, v.StoreDamaged, v.StoreAvailable = s.storing.Evicted(), s.storing.Damaged(), s.available.Load()
 	if st, ok := s.cfg.Store.(store.Meter); ok {

@@ -137,7 +137,7 @@ func (e *endpoint) admit(ctx context.Context, info *tap.Info) (_ context.Context
 	}
 	r.cancel, r.held = cancel, e.server.account()
 	var room bool
-	if r.received, room = r.conn.Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
+	if r.received, room = r.conn.Inbound.Open(info.Header, func(why error) { r.end(errNotReceived(why, info.FullMethodName)) }); !room {
 		stop()
 		cancel(nil)
 		return ctx, statusOf(errReceived)

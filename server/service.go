@@ -64,14 +64,13 @@ type Run = serving.Run
 // Info describes the model of that name, if there is one that the sender of ctx's RPC may know.
 func (m *Models) Info(ctx context.Context, name string) (i engine.Info, found bool) {
 	model, release, err := m.server.cfg.Models.Lookup(name)
-	if err == nil && m.server.hides(ctx, name) {
-		release()
-		return i, false
-	}
 	if err != nil {
 		return i, false
 	}
 	defer release()
+	if m.server.hides(ctx, name) {
+		return i, false
+	}
 	return model.Info(), true
 }
 
@@ -97,7 +96,7 @@ func (m *Models) Context() context.Context { return m.server.core.Context() }
 // that connection; of a ctx without one it is the server's.
 func (m *Models) Connection(ctx context.Context) context.Context {
 	if one := rpcOf(ctx).conn; one != nil {
-		return one.Context()
+		return one.Life
 	}
 	return m.Context()
 }

@@ -38,9 +38,11 @@ type Config struct {
 // reports that nowhere else. The handler's other events cost about 200 bytes a message.
 // Safe for concurrent use.
 type Set struct {
+	LanesRefused     atomic.Int64 // greetings
+	HandshakesFailed atomic.Int64 // connections
+
 	cfg                               Config
 	lanes                             lane.Offers
-	lanesRefused, handshakesFailed    atomic.Int64
 	refused, noLane, unread, unshaken admission.LogSampler
 	unaccepted                        admission.LogSampler
 	loud                              admission.LogSampler // connections closed for what their peers sent
@@ -56,12 +58,6 @@ func New(cfg Config) *Set {
 	return &Set{cfg: cfg, laned: make(map[any]int)}
 }
 
-// LanesRefused returns how many greetings were refused.
-func (s *Set) LanesRefused() int64 { return s.lanesRefused.Load() }
-
-// HandshakesFailed returns how many connections failed their handshake.
-func (s *Set) HandshakesFailed() int64 { return s.handshakesFailed.Load() }
-
 // Conn is a connection, from its acceptance to its end: what gRPC, TLS or a lane reads and writes
 // is above it, and has its address, which leads back to it. Safe for concurrent use, like its
 // parts.
@@ -70,12 +66,16 @@ type Conn struct {
 	lane.Batch // the socket
 	of         *Set
 	thin       *rate.Limiter
-	secured    net.Conn // above it, or itself; nil before the handshake, as the two below
-	info       credentials.AuthInfo
-	in         *inbound.Conn // accounts for what its peer has sent, and not read
-	rpcs       *rpcsContext  // nil unless gRPC serves it, as the two below
-	life       context.Context
-	end        context.CancelFunc // of life
+	secured    net.Conn           // above it, or itself; nil before the handshake
+	rpcs       *rpcsContext       // nil unless gRPC serves it
+	end        context.CancelFunc // of Life
+
+	// Info is what the handshake has shown of the peer.
+	Info credentials.AuthInfo
+	// Inbound, set after the handshake, accounts for what the peer has sent, and not read.
+	Inbound *inbound.Conn
+	// Life, set once gRPC serves the connection, ends with it.
+	Life context.Context
 
 	// Guarded by Set.mu.
 	state state
@@ -93,24 +93,12 @@ const (
 	served // by gRPC, whose reader and writer may outlive it
 )
 
-// Context returns a context that ends with the connection, of one that gRPC serves.
-func (c *Conn) Context() context.Context { return c.life }
-
-// Info returns what its handshake has shown of the peer.
-func (c *Conn) Info() credentials.AuthInfo { return c.info }
-
-// Open charges an RPC to the connection from its headers on. It reports whether there is
-// memory for it; end is called when there is none any more.
-func (c *Conn) Open(header map[string][]string, end func(why error)) (rpc *inbound.RPC, ok bool) {
-	return c.in.Open(header, end)
-}
-
 // Answer returns m as gRPC sends it on the connection, or nil if there is no memory for it.
 func (c *Conn) Answer(m any) *wire.Answer {
-	if p, ok := m.(proto.Message); ok && !c.in.Room(int64(proto.Size(p))) {
+	if p, ok := m.(proto.Message); ok && !c.Inbound.Room(int64(proto.Size(p))) {
 		return nil
 	}
-	return &wire.Answer{Message: m, Outgoing: wire.Outgoing{Unread: c.in}}
+	return &wire.Answer{Message: m, Outgoing: wire.Outgoing{Unread: c.Inbound}}
 }
 
 // Reject cancels the context of the RPC that tap rejects, and that began last. Only the
@@ -226,8 +214,8 @@ func (c *Conn) leave() {
 			delete(s.laned, c.owner)
 		}
 	}
-	if c.state != served && c.in != nil { // gRPC rejected it
-		c.in.End()
+	if c.state != served && c.Inbound != nil { // gRPC rejected it
+		c.Inbound.End()
 	}
 	c.state = ended
 }
@@ -281,8 +269,8 @@ func (s *Set) Credentials(creds credentials.TransportCredentials, message int64,
 func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	s, one := h.of, raw.(*Conn)
 	var err error
-	if one.secured, one.info, err = h.TransportCredentials.ServerHandshake(one); err != nil {
-		s.handshakesFailed.Add(1)
+	if one.secured, one.Info, err = h.TransportCredentials.ServerHandshake(one); err != nil {
+		s.HandshakesFailed.Add(1)
 		s.unshaken.Log(s.cfg.Log, slog.LevelInfo, "handshake failed", "failed", slog.String("peer", one.RemoteAddr().String()), slog.String("reason", err.Error()))
 		return nil, nil, err
 	}
@@ -296,9 +284,9 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 			return nil, nil, err
 		}
 	}
-	one.in = s.cfg.Memory.Conn(one.secured, first, h.message, func() bool { return one.Calls() > 0 })
-	one.in.Closing = one.closing
-	return one.in, one.info, nil
+	one.Inbound = s.cfg.Memory.Conn(one.secured, first, h.message, func() bool { return one.Calls() > 0 })
+	one.Inbound.Closing = one.closing
+	return one.Inbound, one.Info, nil
 }
 
 // Clone returns a copy.
@@ -310,7 +298,7 @@ func (h handshakes) Clone() credentials.TransportCredentials {
 // TagConn has gRPC serve a connection.
 func (s *Set) TagConn(ctx context.Context, info *stats.ConnTagInfo) context.Context {
 	one := info.RemoteAddr.(addr).one
-	one.life, one.end = context.WithCancel(ctx)
+	one.Life, one.end = context.WithCancel(ctx)
 	one.rpcs = &rpcsContext{Context: context.WithValue(ctx, connKey{}, one), done: make(chan struct{})}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -330,7 +318,7 @@ func From(ctx context.Context) *Conn {
 func (s *Set) HandleConn(ctx context.Context, event stats.ConnStats) {
 	if _, ok := event.(*stats.ConnEnd); ok {
 		From(ctx).end()
-		From(ctx).in.End()
+		From(ctx).Inbound.End()
 	}
 }
 

@@ -125,8 +125,8 @@ func TestAConnectionThatDoesNotSayWhatItIsIsClosed(t *testing.T) {
 					ends(t, c)
 					require.Equal(t, handshake, time.Since(began))
 					f.accepts(t, 0)
-					require.Equal(t, tc.refused, f.LanesRefused())
-					require.Zero(t, f.HandshakesFailed())
+					require.Equal(t, tc.refused, f.LanesRefused.Load())
+					require.Zero(t, f.HandshakesFailed.Load())
 					require.NoError(t, echo(t, f.client(t), []byte("a")))
 				})
 			})
@@ -142,8 +142,8 @@ func TestAGreetingBeforeTheHandshakeIsAHandshakeThatFails(t *testing.T) {
 		f.tls = nil
 		_, how := f.greet(t, s.token[:], 0)
 		require.Equal(t, -1, how)
-		require.EqualValues(t, 1, f.HandshakesFailed())
-		require.Zero(t, f.LanesRefused())
+		require.EqualValues(t, 1, f.HandshakesFailed.Load())
+		require.Zero(t, f.LanesRefused.Load())
 		f.accepts(t, 0)
 	})
 }
@@ -165,8 +165,8 @@ func TestHandshakesThatFailAreCountedAndDoNotFillTheLog(t *testing.T) {
 			require.Empty(t, ends(t, f.dial(t)))
 		}
 		f.accepts(t, 0)
-		require.EqualValues(t, 7, f.HandshakesFailed())
-		require.Zero(t, f.LanesRefused())
+		require.EqualValues(t, 7, f.HandshakesFailed.Load())
+		require.Zero(t, f.LanesRefused.Load())
 		require.Equal(t, 3, f.lines("handshake failed"), "the first, the second and the fourth")
 		require.Equal(t, 3, f.lines(`reason="no such certificate"`))
 	})

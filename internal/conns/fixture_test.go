@@ -170,7 +170,7 @@ func (f *fixture) tap(ctx context.Context, info *tap.Info) (context.Context, err
 		}
 	}
 	inner, cancel := context.WithCancel(ctx)
-	rpc, room := From(ctx).Open(info.Header, func(error) { cancel() })
+	rpc, room := From(ctx).Inbound.Open(info.Header, func(error) { cancel() })
 	if !room {
 		cancel()
 		return ctx, inbound.ErrMemory

@@ -35,7 +35,7 @@ func (s *Set) OfferLanes(sess Session, principal string, permits func(credential
 	}
 	thin := s.limiter() // of all lanes together
 	token, withdraw := s.lanes.Offer(lane.Owner{
-		Permits: func(c net.Conn) bool { return permits(below(c).info) },
+		Permits: func(c net.Conn) bool { return permits(below(c).Info) },
 		Admit:   func(c net.Conn) bool { return s.admitLane(below(c), owner) },
 		Attach:  func(c net.Conn) { sess.AddLane(below(c).lane(thin)) },
 	})
@@ -77,7 +77,7 @@ func (c *Conn) greeting() (first []byte, err error) {
 	}
 	s := c.of
 	if err := s.lanes.Accept(c.secured); err != nil {
-		s.lanesRefused.Add(1)
+		s.LanesRefused.Add(1)
 		// Not a warning: its session may just have ended.
 		s.noLane.Log(s.cfg.Log, slog.LevelInfo, "lane refused", "refused", slog.String("peer", c.RemoteAddr().String()), slog.String("reason", err.Error()))
 		return nil, err

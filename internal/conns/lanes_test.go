@@ -112,7 +112,7 @@ func TestALaneWithoutAValidTokenIsRefused(t *testing.T) {
 			require.Empty(t, ends(t, c), tc.name)
 		}
 		f.accepts(t, 1)
-		require.EqualValues(t, 6, f.LanesRefused())
+		require.EqualValues(t, 6, f.LanesRefused.Load())
 		require.Equal(t, 3, f.lines("lane refused"), "the first, the second and the fourth")
 		_, how = f.greet(t, mine.token[:], 255)
 		require.Zero(t, how, "the last use")
@@ -139,7 +139,7 @@ func TestALaneCountsAsAConnectionAndKeepsNobodyOut(t *testing.T) {
 		require.Equal(t, 3, how, "more than half of the connections are open")
 		ends(t, refused) // only then is it counted out
 		f.accepts(t, 2)
-		require.EqualValues(t, 1, f.LanesRefused())
+		require.EqualValues(t, 1, f.LanesRefused.Load())
 		for range 2 {
 			require.NoError(t, echo(t, f.client(t), []byte("a")))
 		}
@@ -229,7 +229,7 @@ func TestALaneOfAnotherPeerIsRefusedAndSpendsNothing(t *testing.T) {
 		c, how := f.greet(t, s.token[:], 0)
 		require.Equal(t, 4, how)
 		require.Empty(t, ends(t, c))
-		require.EqualValues(t, 1, f.LanesRefused())
+		require.EqualValues(t, 1, f.LanesRefused.Load())
 		require.Equal(t, 1, f.lines("not one of the session's principal"))
 		permitted = true
 		_, how = f.greet(t, s.token[:], 0)
@@ -250,7 +250,7 @@ func TestWithoutLanesThereIsNoToken(t *testing.T) {
 		_, err := c.Write(append([]byte("TFLANE/1"), make([]byte, 40)...))
 		require.NoError(t, err)
 		require.NotContains(t, ends(t, c), "tflane:", "gRPC does not know what it is asked")
-		require.Zero(t, f.LanesRefused())
+		require.Zero(t, f.LanesRefused.Load())
 	})
 }
 

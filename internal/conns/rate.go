@@ -40,14 +40,14 @@ type Frames struct {
 // Frames returns the frames of a gRPC stream on the connection, which the account of its RPC
 // is charged for.
 func (c *Conn) Frames(stream grpc.ServerStream, received *inbound.RPC) *Frames {
-	return &Frames{frames: wire.NewConn(stream, c.in), RPC: received, one: c}
+	return &Frames{frames: wire.NewConn(stream, c.Inbound), RPC: received, one: c}
 }
 
 // Send sends a copy of a frame, once there is memory for its payload. The caller hands over
 // held.
 func (r *Frames) Send(f *frame.Frame, held interface{ Release() }) error {
 	if n := f.Chunk.Len(); n > 0 {
-		r.one.in.Await(int64(n), r.Context().Done())
+		r.one.Inbound.Await(int64(n), r.Context().Done())
 	}
 	return r.frames.Send(f, held)
 }

@@ -48,7 +48,7 @@ type Conn struct {
 	granted chan bool     // whether what was wanted is charged, or not wanted any more
 	done    chan struct{} // closed by Close
 	close   func() error
-	// Closing, if not nil, is told why the connection is about to be closed.
+	// Closing is told why the connection is about to be closed.
 	Closing func(why error)
 
 	// Guarded by m.mu.
@@ -152,6 +152,7 @@ func (m *Memory) Conn(c net.Conn, first []byte, message int64, busy func() bool)
 	conn := &Conn{
 		Conn: c, m: m, max: message, large: message > m.own, busy: busy, r: bufio.NewReaderSize(r, 2*wire.FrameBytes), rest: preface,
 		control: rate.NewLimiter(controlRate, 2*controlRate), calm: time.Now(), told: make(chan struct{}), granted: make(chan bool, 1), done: make(chan struct{}), rpcs: make(map[uint32]*RPC),
+		Closing: func(error) {},
 	}
 	conn.close = sync.OnceValue(func() error {
 		close(conn.done)
@@ -336,7 +337,7 @@ func (c *Conn) tell(last []byte) error {
 // leave tells the peer why its connection is closed, between two frames, and gives it a moment to
 // read that: what it sends meanwhile is dropped, or the system would drop the reason.
 func (c *Conn) leave(why error) {
-	c.closing(why)
+	c.Closing(why)
 	_ = c.Conn.SetDeadline(time.Now().Add(goodbye))
 	c.writing.Lock()
 	c.why = why
@@ -349,13 +350,6 @@ func (c *Conn) leave(why error) {
 		_, _ = io.CopyN(io.Discard, c.Conn, goodbyeBytes)
 	case <-time.After(goodbye):
 	case <-c.done:
-	}
-}
-
-// closing says why the connection is about to be closed.
-func (c *Conn) closing(why error) {
-	if c.Closing != nil {
-		c.Closing(why)
 	}
 }
 

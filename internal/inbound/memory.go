@@ -238,7 +238,7 @@ func (m *Memory) shed() bool {
 func (c *Conn) cut() {
 	c.shed = true
 	go func() { // ends at once: not with the lock
-		c.closing(ErrUnread)
+		c.Closing(ErrUnread)
 		_ = c.Close() // gRPC's reader cleans up the rest
 	}()
 }

@@ -8,7 +8,10 @@ package metrics
 
 import (
 	"cmp"
+	"reflect"
 	"runtime"
+	"slices"
+	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
@@ -25,73 +28,58 @@ type Outcome struct {
 // Gauge is what a model in the registry measures, by a name that the model chose.
 type Gauge struct{ Model, Name string }
 
-// Values are what a server has counted at one moment.
+// Values are what a server has counted at one moment. Those without labels have the names of their
+// metrics, which are those of the counters in GetServiceInfo, too, and what they mean.
 type Values struct {
-	Sessions, SessionsOpened, SessionsRefused int64
-	Calls, CallsOpened, CallsRefused          int64
-	Ended                                     map[Outcome]int64 // calls, by model
-	ReceivedBytes, SentBytes                  int64             // payload
-	ReceivedChunks, SentChunks                int64
-	CorruptChunks, DuplicateChunks            int64
-	Lanes, LanesOpened, LanesRefused          int64 // Lanes now
-	HandshakesFailed, Unauthenticated         int64
-	LaneReceivedBytes, LaneSentBytes          int64             // of ReceivedBytes and SentBytes
-	OpenTransfers                             map[string]int64  // by kind
-	TransferBytes                             map[Outcome]int64 // payload, by kind
-	EndedTensors                              map[Outcome]int64 // of transfers, by kind
-	EndedRPCs                                 map[Outcome]int64 // by service
-	MemoryUsed, MemoryPeak, MemoryLimit       int64             // bytes
-	MemoryKept                                int64             // bytes
-	ReceiveUsed, ReceiveLimit, ReceiveEnded   int64             // bytes; RPCs and connections
-	HeapLimit                                 int64             // bytes
-	StoreUsed, StoreLimit                     int64             // bytes; 0: there is no store, or it does not tell
-	StoreAvailable                            int64             // 1 if the store can be used
-	StoreEvicted, StoreDamaged                int64             // tensors
-	RunsAbandoned, Panics                     int64
-	ModelGauges                               map[Gauge]float64
+	Sessions          int64 `metric:"sessions" help:"Sessions open now."`
+	SessionsOpened    int64 `metric:"sessions_total" help:"Sessions opened."`
+	SessionsRefused   int64 `metric:"sessions_refused_total" help:"Sessions refused at the limit."`
+	Calls             int64 `metric:"calls" help:"Calls computing or waiting for memory now."`
+	CallsOpened       int64 `metric:"calls_total" help:"Calls opened."`
+	CallsRefused      int64 `metric:"calls_refused_total" help:"Calls refused at the limit."`
+	ReceivedBytes     int64 `metric:"received_bytes_total" help:"Payload bytes received in calls."`
+	SentBytes         int64 `metric:"sent_bytes_total" help:"Payload bytes sent in calls."`
+	ReceivedChunks    int64 `metric:"received_chunks_total" help:"Chunks received in calls."`
+	SentChunks        int64 `metric:"sent_chunks_total" help:"Chunks sent in calls."`
+	CorruptChunks     int64 `metric:"corrupt_chunks_total" help:"Chunks received with a wrong checksum."`
+	Lanes             int64 `metric:"lanes" help:"Lanes open."`
+	LanesOpened       int64 `metric:"lanes_opened_total" help:"Lanes opened."`
+	HandshakesFailed  int64 `metric:"handshakes_failed_total" help:"Connections whose handshake failed."`
+	Unauthenticated   int64 `metric:"unauthenticated_total" help:"RPCs refused, or ended, because of who sent them."`
+	LanesRefused      int64 `metric:"lanes_refused_total" help:"Connections that wanted to be a lane and were refused."`
+	LaneReceivedBytes int64 `metric:"lane_received_bytes_total" help:"Bytes of tensors received by lanes, of those received by sessions."`
+	LaneSentBytes     int64 `metric:"lane_sent_bytes_total" help:"Bytes of tensors sent by lanes, of those sent by sessions."`
+	DuplicateChunks   int64 `metric:"duplicate_chunks_total" help:"Chunks received more than once."`
+	MemoryUsed        int64 `metric:"memory_used_bytes" help:"Memory budget granted now."`
+	MemoryPeak        int64 `metric:"memory_peak_bytes" help:"Most of the memory budget ever granted."`
+	MemoryKept        int64 `metric:"memory_kept_bytes" help:"Memory that nobody uses, kept for the next to ask; given back when others need it."`
+	MemoryLimit       int64 `metric:"memory_limit_bytes" help:"Memory budget."`
+	ReceiveUsed       int64 `metric:"receive_used_bytes" help:"What clients have sent and nothing has consumed, and what they have not read, 64 KiB of each connection included."`
+	ReceiveLimit      int64 `metric:"receive_limit_bytes" help:"What it may take beyond 64 KiB of each connection."`
+	ReceiveEnded      int64 `metric:"receive_ended_total" help:"RPCs and connections refused or ended for want of memory for what clients send."`
+	HeapLimit         int64 `metric:"heap_limit_bytes" help:"Memory limit of the Go runtime; the largest number if it has none."`
+	StoreUsed         int64 `metric:"store_used_bytes" help:"What pushed tensors take in the store now."`
+	StoreLimit        int64 `metric:"store_limit_bytes" help:"What they may take, or what their disk has room for; the largest number if that is not known."`
+	StoreAvailable    int64 `metric:"store_available" help:"1 if the store can be used."`
+	StoreEvicted      int64 `metric:"store_evicted_total" help:"Tensors evicted from the store to make room for others."`
+	StoreDamaged      int64 `metric:"store_damaged_total" help:"Tensors that a client pulled whole and found damaged: their digest was not the store's."`
+	RunsAbandoned     int64 `metric:"runs_abandoned_total" help:"Runs whose model did not stop in time."`
+	Panics            int64 `metric:"panics_total" help:"Handlers that panicked."`
+
+	Ended         map[Outcome]int64 // calls, by model
+	OpenTransfers map[string]int64  // by kind
+	TransferBytes map[Outcome]int64 // payload, by kind
+	EndedTensors  map[Outcome]int64 // of transfers, by kind
+	EndedRPCs     map[Outcome]int64 // by service
+	ModelGauges   map[Gauge]float64
 }
 
-// plain are the metrics without labels. Their names are those of the counters in
-// GetServiceInfo, too.
-var plain = []struct {
-	name, help string
-	kind       prometheus.ValueType
-	of         func(*Values) int64
-}{
-	{"sessions", "Sessions open now.", prometheus.GaugeValue, func(v *Values) int64 { return v.Sessions }},
-	{"sessions_total", "Sessions opened.", prometheus.CounterValue, func(v *Values) int64 { return v.SessionsOpened }},
-	{"sessions_refused_total", "Sessions refused at the limit.", prometheus.CounterValue, func(v *Values) int64 { return v.SessionsRefused }},
-	{"calls", "Calls computing or waiting for memory now.", prometheus.GaugeValue, func(v *Values) int64 { return v.Calls }},
-	{"calls_total", "Calls opened.", prometheus.CounterValue, func(v *Values) int64 { return v.CallsOpened }},
-	{"calls_refused_total", "Calls refused at the limit.", prometheus.CounterValue, func(v *Values) int64 { return v.CallsRefused }},
-	{"received_bytes_total", "Payload bytes received in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceivedBytes }},
-	{"sent_bytes_total", "Payload bytes sent in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.SentBytes }},
-	{"received_chunks_total", "Chunks received in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceivedChunks }},
-	{"sent_chunks_total", "Chunks sent in calls.", prometheus.CounterValue, func(v *Values) int64 { return v.SentChunks }},
-	{"corrupt_chunks_total", "Chunks received with a wrong checksum.", prometheus.CounterValue, func(v *Values) int64 { return v.CorruptChunks }},
-	{"lanes", "Lanes open.", prometheus.GaugeValue, func(v *Values) int64 { return v.Lanes }},
-	{"lanes_opened_total", "Lanes opened.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesOpened }},
-	{"handshakes_failed_total", "Connections whose handshake failed.", prometheus.CounterValue, func(v *Values) int64 { return v.HandshakesFailed }},
-	{"unauthenticated_total", "RPCs refused, or ended, because of who sent them.", prometheus.CounterValue, func(v *Values) int64 { return v.Unauthenticated }},
-	{"lanes_refused_total", "Connections that wanted to be a lane and were refused.", prometheus.CounterValue, func(v *Values) int64 { return v.LanesRefused }},
-	{"lane_received_bytes_total", "Bytes of tensors received by lanes, of those received by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneReceivedBytes }},
-	{"lane_sent_bytes_total", "Bytes of tensors sent by lanes, of those sent by sessions.", prometheus.CounterValue, func(v *Values) int64 { return v.LaneSentBytes }},
-	{"duplicate_chunks_total", "Chunks received more than once.", prometheus.CounterValue, func(v *Values) int64 { return v.DuplicateChunks }},
-	{"memory_used_bytes", "Memory budget granted now.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryUsed }},
-	{"memory_peak_bytes", "Most of the memory budget ever granted.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryPeak }},
-	{"memory_kept_bytes", "Memory that nobody uses, kept for the next to ask; given back when others need it.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryKept }},
-	{"memory_limit_bytes", "Memory budget.", prometheus.GaugeValue, func(v *Values) int64 { return v.MemoryLimit }},
-	{"receive_used_bytes", "What clients have sent and nothing has consumed, and what they have not read, 64 KiB of each connection included.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveUsed }},
-	{"receive_limit_bytes", "What it may take beyond 64 KiB of each connection.", prometheus.GaugeValue, func(v *Values) int64 { return v.ReceiveLimit }},
-	{"receive_ended_total", "RPCs and connections refused or ended for want of memory for what clients send.", prometheus.CounterValue, func(v *Values) int64 { return v.ReceiveEnded }},
-	{"heap_limit_bytes", "Memory limit of the Go runtime; the largest number if it has none.", prometheus.GaugeValue, func(v *Values) int64 { return v.HeapLimit }},
-	{"store_used_bytes", "What pushed tensors take in the store now.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreUsed }},
-	{"store_limit_bytes", "What they may take, or what their disk has room for; the largest number if that is not known.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreLimit }},
-	{"store_available", "1 if the store can be used.", prometheus.GaugeValue, func(v *Values) int64 { return v.StoreAvailable }},
-	{"store_evicted_total", "Tensors evicted from the store to make room for others.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreEvicted }},
-	{"store_damaged_total", "Tensors that a client pulled whole and found damaged: their digest was not the store's.", prometheus.CounterValue, func(v *Values) int64 { return v.StoreDamaged }},
-	{"runs_abandoned_total", "Runs whose model did not stop in time.", prometheus.CounterValue, func(v *Values) int64 { return v.RunsAbandoned }},
-	{"panics_total", "Handlers that panicked.", prometheus.CounterValue, func(v *Values) int64 { return v.Panics }},
+// plain are the fields of Values without labels.
+var plain = slices.DeleteFunc(reflect.VisibleFields(reflect.TypeFor[Values]()), func(f reflect.StructField) bool { return f.Tag == "" })
+
+// of returns such a value, and the name of its metric.
+func of(v *Values, f reflect.StructField) (name string, n int64) {
+	return f.Tag.Get("metric"), reflect.ValueOf(v).Elem().FieldByIndex(f.Index).Int()
 }
 
 // The metrics with labels.
@@ -125,8 +113,9 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 // Counters are the values by the names that GetServiceInfo shows, labels summed up.
 func Counters(v *Values) map[string]int64 {
 	out := make(map[string]int64, len(plain)+9)
-	for _, m := range plain {
-		out[m.name] = m.of(v)
+	for _, f := range plain {
+		name, n := of(v, f)
+		out[name] = n
 	}
 	for _, name := range []string{"calls_ok_total", "calls_cancelled_total", "calls_failed_total", "open_transfers", "transfer_bytes_total", "tensors_ok_total", "tensors_failed_total", "rpcs_ok_total", "rpcs_failed_total"} {
 		out[name] = 0
@@ -157,15 +146,15 @@ type collector struct {
 	version string
 	read    func() Values
 	seconds CallSeconds
-	plain   []*prometheus.Desc // as the table
+	plain   []*prometheus.Desc
 }
 
 // New returns the metrics of a server: read is asked at each scrape, concurrently
 // with others.
 func New(version string, seconds CallSeconds, read func() Values) prometheus.Collector {
 	c := &collector{version: version, read: read, seconds: seconds}
-	for _, m := range plain {
-		c.plain = append(c.plain, desc(m.name, m.help))
+	for _, f := range plain {
+		c.plain = append(c.plain, desc(f.Tag.Get("metric"), f.Tag.Get("help")))
 	}
 	return c
 }
@@ -187,8 +176,13 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(d, kind, float64(n), labels...)
 	}
 	v := c.read()
-	for i, m := range plain {
-		send(c.plain[i], m.kind, m.of(&v))
+	for i, f := range plain {
+		name, n := of(&v, f)
+		kind := prometheus.GaugeValue
+		if strings.HasSuffix(name, "_total") {
+			kind = prometheus.CounterValue
+		}
+		send(c.plain[i], kind, n)
 	}
 	for d, counted := range map[*prometheus.Desc]map[Outcome]int64{endedCalls: v.Ended, endedRPCs: v.EndedRPCs, transferBytes: v.TransferBytes, endedTensors: v.EndedTensors} {
 		for o, n := range counted {
