@@ -10,7 +10,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/grpc-ecosystem/go-grpc-middleware/v2/interceptors/recovery"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/tap"
@@ -23,15 +22,11 @@ import (
 )
 
 // intercept returns the interceptors of every RPC, outermost first: accounting on its
-// connection and the log, recovery from a handler's panic, the user's own, and the conversion
+// connection, recovery from a handler's panic and the log, the user's own, and the conversion
 // of errors to statuses.
 func (e *endpoint) intercept() []grpc.ServerOption {
-	panicked := recovery.WithRecoveryHandlerContext(func(_ context.Context, p any) error {
-		e.server.core.Panicked(p)
-		return errInternal
-	})
-	unary := append([]grpc.UnaryServerInterceptor{e.came, recovery.UnaryServerInterceptor(panicked)}, e.server.cfg.UnaryInterceptors...)
-	streams := append([]grpc.StreamServerInterceptor{e.streamCame, recovery.StreamServerInterceptor(panicked)}, e.server.cfg.StreamInterceptors...)
+	unary := append([]grpc.UnaryServerInterceptor{e.came}, e.server.cfg.UnaryInterceptors...)
+	streams := append([]grpc.StreamServerInterceptor{e.streamCame}, e.server.cfg.StreamInterceptors...)
 	return []grpc.ServerOption{
 		grpc.ChainUnaryInterceptor(append(unary, explained)...), grpc.ChainStreamInterceptor(append(streams, streamExplained)...),
 	}
@@ -172,26 +167,23 @@ func (statistics) HandleRPC(ctx context.Context, event stats.RPCStats) {
 			m.Forget()
 		}
 	case *stats.End:
-		r := rpcOf(ctx)
-		r.received.End()
-		if r.held != nil {
-			r.held.Close()
-		}
+		rpcOf(ctx).received.End()
+		rpcOf(ctx).held.Close()
 	}
 }
 
 // came runs when the message of a unary RPC has arrived.
-func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
-	began := time.Now()
-	rpcOf(ctx).first.Stop()
-	rpcOf(ctx).received.Next()
-	resp, err := handler(ctx, req)
-	err = endOf(ctx, err)
-	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
-	if err != nil {
+func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+	r := rpcOf(ctx)
+	r.first.Stop()
+	r.received.Next()
+	if err = e.server.run(ctx, info.FullMethod, func() (err error) {
+		resp, err = handler(ctx, req)
+		return err
+	}); err != nil {
 		return nil, err
 	}
-	if answer := rpcOf(ctx).conn.Answer(resp); answer != nil {
+	if answer := r.conn.Answer(resp); answer != nil {
 		return answer, nil
 	}
 	return nil, statusOf(errReceived)
@@ -200,28 +192,46 @@ func (e *endpoint) came(ctx context.Context, req any, info *grpc.UnaryServerInfo
 // streamCame ends the client streams of services other than the TensorService, such as reflection,
 // when no request arrives for a while, or the server is closed; those of the TensorService it leaves
 // to their handlers.
-func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
-	began, ctx := time.Now(), ss.Context()
+func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) error {
+	ctx := ss.Context()
 	handled(ctx)
 	r := rpcOf(ctx)
 	booked := accounted{ss, r, func() { r.first.Stop() }, make(chan struct{}, 1)}
-	_, ours := srv.(*Server)
 	if info.IsClientStream {
 		r.first.Stop()
 	}
-	if info.IsClientStream && !ours { // its handler has no timeout
-		idle := time.AfterFunc(e.Idle, func() { r.end(errSilent(e.Idle)) })
-		defer idle.Stop()
-		defer context.AfterFunc(e.server.core.Context(), func() { r.end(serving.ErrShutdown) })()
-		booked.arrived = func() { idle.Reset(e.Idle) }
-	}
-	err = handler(srv, booked)
-	err = endOf(ctx, err)
-	e.server.logEnd(ctx, info.FullMethod, err, time.Since(began))
+	err := e.server.run(ctx, info.FullMethod, func() error {
+		if _, ours := srv.(*Server); info.IsClientStream && !ours { // its handler has no timeout
+			idle := time.AfterFunc(e.Idle, func() { r.end(errSilent(e.Idle)) })
+			defer idle.Stop()
+			defer context.AfterFunc(e.server.core.Context(), func() { r.end(serving.ErrShutdown) })()
+			booked.arrived = func() { idle.Reset(e.Idle) }
+		}
+		return handler(srv, booked)
+	})
 	if err != nil && info.IsClientStream && r.told.Load() == nil {
 		e.server.drop(booked)
 	}
 	return err
+}
+
+// run runs a handler, whose panic it makes an error, and counts and logs the end of its RPC, without
+// the text of its error, which may name a tensor.
+func (s *Server) run(ctx context.Context, method string, handler func() error) (err error) {
+	began := time.Now()
+	defer func() {
+		if p := recover(); p != nil {
+			s.core.Panicked(p)
+			err = errInternal
+		}
+		err = endOf(ctx, err)
+		s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
+		if level := levelOf(err, &s.failedRPCs); s.log.Enabled(ctx, level) {
+			s.log.LogAttrs(ctx, level, "rpc ended", slog.String("rpc", method), slog.String("code", statusName(err)),
+				slog.Float64("took_seconds", time.Since(began).Seconds()), slog.String("peer", rpcOf(ctx).conn.RemoteAddr().String()), slog.String("principal", Principal(ctx)))
+		}
+	}()
+	return handler()
 }
 
 // drop receives and drops what a client still writes to an RPC that has failed. gRPC's C core,
@@ -307,15 +317,4 @@ func (r registrar) RegisterService(desc *grpc.ServiceDesc, impl any) {
 		}
 	}
 	r.Server.RegisterService(&d, impl)
-}
-
-// logEnd counts and logs the end of an RPC, without the text of its error, which may name a tensor.
-func (s *Server) logEnd(ctx context.Context, method string, err error, took time.Duration) {
-	s.core.RPCEnded(path.Dir(method)[1:], statusName(err))
-	level := levelOf(err, &s.failedRPCs)
-	if !s.log.Enabled(ctx, level) {
-		return
-	}
-	s.log.LogAttrs(ctx, level, "rpc ended", slog.String("rpc", method), slog.String("code", statusName(err)),
-		slog.Float64("took_seconds", took.Seconds()), slog.String("peer", rpcOf(ctx).conn.RemoteAddr().String()), slog.String("principal", Principal(ctx)))
 }
