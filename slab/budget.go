@@ -240,13 +240,10 @@ func (b *Budget) Used() (used, peak, limit int64) {
 	return b.used, b.peak, b.limit
 }
 
+// grant takes n bytes for holder, or gives -n back; mu is held.
 func (b *Budget) grant(holder *Principal, n int64) {
-	b.add(holder, n)
-	b.peak = max(b.peak, b.used)
-}
-
-func (b *Budget) add(holder *Principal, n int64) {
 	b.used += n
+	b.peak = max(b.peak, b.used)
 	b.holders[holder] += n
 	if k := b.part(holder); k != nil {
 		b.kept -= k.free()
@@ -259,7 +256,7 @@ func (b *Budget) release(holder *Principal, n int64) {
 	if n < 0 || n > b.holders[holder] {
 		panic(fmt.Sprintf("slab: %q releases %d bytes and holds %d", holder.Name(), n, b.holders[holder]))
 	}
-	if b.add(holder, -n); b.holders[holder] == 0 {
+	if b.grant(holder, -n); b.holders[holder] == 0 {
 		delete(b.holders, holder)
 	}
 	b.admit()

@@ -105,11 +105,11 @@ func NewPool(limit int64, b Backing) *Pool {
 
 // Get hands over a slab of n bytes with one reference. Its content is whatever
 // was there before: write it before anyone reads it. Errors wrap ErrMemory.
-func (p *Pool) Get(n int) (*Slab, error) { return p.get(n, sizeClass(n)) }
+func (p *Pool) Get(n int) (*Slab, error) { return p.get(n, int(SizeOf(int64(n)))) }
 
 // GetPages is like Get, but the slab takes no more than PagesOf(n) bytes: for what is kept, and
 // not soon taken again.
-func (p *Pool) GetPages(n int) (*Slab, error) { return p.get(n, pages(n)) }
+func (p *Pool) GetPages(n int) (*Slab, error) { return p.get(n, int(PagesOf(int64(n)))) }
 
 func (p *Pool) get(n, class int) (*Slab, error) {
 	if n < 0 {
@@ -218,28 +218,13 @@ func (p *Pool) Kept() int64 {
 }
 
 // SizeOf returns the bytes that a slab of n bytes takes from a pool: what to ask
-// a Budget for. A size beyond 63 bits becomes the largest there is.
+// a Budget for. Slabs are rounded up so that they are found again: to 4 KiB pages while
+// small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above. A size beyond 63 bits
+// becomes the largest there is.
 func SizeOf(n int64) int64 {
-	if n > math.MaxInt64-hugePage {
-		return math.MaxInt64
-	}
-	return sizeClass(n)
-}
-
-// PagesOf is SizeOf for a slab of GetPages: whole pages of 4 KiB, at least one.
-func PagesOf(n int64) int64 {
-	if n > math.MaxInt64-hugePage {
-		return math.MaxInt64
-	}
-	return pages(n)
-}
-
-// sizeClass rounds n up so that slabs are found again: to 4 KiB pages while
-// small, to 64 KiB up to 2 MiB, to whole 2 MiB huge pages above.
-func sizeClass[T int | int64](n T) T {
 	switch {
 	case n <= 64<<10:
-		return pages(n)
+		return PagesOf(n)
 	case n <= hugePage:
 		return roundUp(n, 64<<10)
 	default:
@@ -247,6 +232,12 @@ func sizeClass[T int | int64](n T) T {
 	}
 }
 
-func pages[T int | int64](n T) T { return max(roundUp(n, 4<<10), 4<<10) }
+// PagesOf is SizeOf for a slab of GetPages: whole pages of 4 KiB, at least one.
+func PagesOf(n int64) int64 { return max(roundUp(n, 4<<10), 4<<10) }
 
-func roundUp[T int | int64](n, unit T) T { return (n + unit - 1) / unit * unit }
+func roundUp(n, unit int64) int64 {
+	if n > math.MaxInt64-unit {
+		return math.MaxInt64
+	}
+	return (n + unit - 1) / unit * unit
+}

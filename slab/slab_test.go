@@ -21,17 +21,17 @@ const (
 )
 
 func TestSizeClassHoldsWhatWasAskedAndIsItsOwnClass(t *testing.T) {
-	for n, want := range map[int]int{
+	for n, want := range map[int64]int64{
 		0: 4 * kib, 1: 4 * kib, 4*kib - 1: 4 * kib, 4 * kib: 4 * kib, 4*kib + 1: 8 * kib,
 		16*kib - 1: 16 * kib, 16 * kib: 16 * kib, 16*kib + 1: 20 * kib,
 		64 * kib: 64 * kib, 64*kib + 1: 128 * kib,
 		mib: mib, hugePage: hugePage, hugePage + 1: 2 * hugePage, 256 * mib: 256 * mib,
 	} {
-		if got := sizeClass(n); got != want {
-			t.Errorf("sizeClass(%d) = %d, want %d", n, got, want)
+		if got := SizeOf(n); got != want {
+			t.Errorf("SizeOf(%d) = %d, want %d", n, got, want)
 		}
-		if again := sizeClass(want); again != want {
-			t.Errorf("sizeClass(%d) = %d: a class must hold itself", want, again)
+		if again := SizeOf(want); again != want {
+			t.Errorf("SizeOf(%d) = %d: a class must hold itself", want, again)
 		}
 	}
 }

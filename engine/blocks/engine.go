@@ -59,8 +59,6 @@ type Config struct {
 	Spill *Spill
 	// CloseWait is how long a run that is closed waits for its blocks and results. Zero means CloseWait.
 	CloseWait time.Duration
-	// Gauges, if it is set, is what there is to measure, for all models: as engine.Gauger.
-	Gauges func() []engine.Gauge
 }
 
 // Spill is memory beside that of the pool.

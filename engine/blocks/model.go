@@ -19,6 +19,8 @@ type Model struct {
 	// once, when the model is closed: by a Registry after its last use.
 	Setup    func() error
 	Teardown func()
+	// Gauges, if set, is what there is to measure: as engine.Gauger.
+	Gauges func() []engine.Gauge
 }
 
 // Bound is a model tied to one call: what comes out, and how a block is computed.
@@ -111,12 +113,12 @@ func (m *model) Close() error { return m.close() }
 // WatchHealth implements engine.HealthWatcher: a model is as well as its device.
 func (m *model) WatchHealth(told func(error)) (stop func()) { return m.engine.watch(told) }
 
-// Gauges implements engine.Gauger: a model measures what its engine does.
+// Gauges implements engine.Gauger.
 func (m *model) Gauges() []engine.Gauge {
-	if m.engine.cfg.Gauges == nil {
+	if m.Model.Gauges == nil {
 		return nil
 	}
-	return m.engine.cfg.Gauges()
+	return m.Model.Gauges()
 }
 
 // Open implements engine.Model.

@@ -64,15 +64,11 @@ type Device struct {
 // Host is what models of one device share: page-locked memory, the budget that
 // bounds it, and the device. There is none in a program that was built without cgo.
 type Host struct {
-	name   string
 	pool   *slab.Pool
 	budget *slab.Budget
 	device *device
 	engine *blocks.Engine
 }
-
-// Name returns the name of the device, such as "cuda:0".
-func (h *Host) Name() string { return h.name }
 
 // Close ends what feeds the device: blocks on it are finished, queued ones and runs fail with
 // engine.ErrClosed. A device that hangs is left as it is after five seconds.

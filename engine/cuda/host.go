@@ -37,10 +37,10 @@ func open(c Config) (*Host, error) {
 		return nil, fmt.Errorf("%w: %w", engine.ErrUnavailable, err)
 	}
 	h := &Host{
-		name: fmt.Sprintf("cuda:%d", c.Device), device: v,
-		pool: slab.NewPool(c.PinnedBytes, v.pinned), budget: slab.NewBudget("pinned", c.PinnedBytes),
+		device: v,
+		pool:   slab.NewPool(c.PinnedBytes, v.pinned), budget: slab.NewBudget("pinned", c.PinnedBytes),
 	}
-	h.engine = blocks.New(blocks.Config{Name: h.name, Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill, CloseWait: c.closing, Gauges: h.gauges})
+	h.engine = blocks.New(blocks.Config{Name: fmt.Sprintf("cuda:%d", c.Device), Device: v, Pool: h.pool, Budget: h.budget, Spill: c.Spill, CloseWait: c.closing})
 	v.run(h.engine)
 	return h, nil
 }

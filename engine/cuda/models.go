@@ -43,7 +43,7 @@ func Builtins(h *Host) []engine.Model {
 		{builtin.Affine, bindAffine},
 		{builtin.Sink, bindSink},
 	} {
-		made, err := h.engine.Model(blocks.Model{Info: m.info, Bind: func(c engine.Call) (blocks.Bound, error) {
+		made, err := h.engine.Model(blocks.Model{Info: m.info, Gauges: h.gauges, Bind: func(c engine.Call) (blocks.Bound, error) {
 			p, err := m.bind(c)
 			return blocks.Bound{Outs: builtin.Outs(m.info, c), Program: &p}, err
 		}})

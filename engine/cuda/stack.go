@@ -112,6 +112,7 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 		Bind:     func(call engine.Call) (blocks.Bound, error) { return c.bind(&known, call) },
 		Setup:    func() error { return c.upload(h.device) },
 		Teardown: func() { c.free(h.device) },
+		Gauges:   h.gauges,
 	})
 }
 

@@ -20,6 +20,7 @@ import (
 // computed, in order.
 type guest struct {
 	process *process
+	host    *Host
 	socket  *net.UnixConn
 	conn    *link.Conn
 	pid     int
@@ -57,7 +58,7 @@ type flight struct {
 func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	h := p.host
 	g := &guest{
-		process: p, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool),
+		process: p, host: h, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool),
 		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
@@ -88,13 +89,12 @@ func (g *guest) endWithHost(over <-chan struct{}) {
 	select {
 	case <-over:
 		return
-	case <-g.process.host.ctx.Done():
+	case <-g.host.ctx.Done():
 	}
 	_ = g.socket.CloseWrite() // it is asked to end
-	h := g.process.host
-	h.mu.Lock()
-	wait := h.cfg.end
-	h.mu.Unlock()
+	g.host.mu.Lock()
+	wait := g.host.cfg.end
+	g.host.mu.Unlock()
 	select {
 	case <-over:
 	case <-time.After(wait):
@@ -113,13 +113,12 @@ func (g *guest) killGroup() {
 
 // talk greets the guest and reads what it says, until it ends (nil) or breaks the protocol.
 func (g *guest) talk() (err error) {
-	h := g.process.host
 	defer func() {
-		h.mu.Lock()
+		g.host.mu.Lock()
 		g.gone = true
-		h.more.Broadcast()
+		g.host.more.Broadcast()
 		g.watch.Clear()
-		h.mu.Unlock()
+		g.host.mu.Unlock()
 		if g.info == nil {
 			close(g.idle)
 		}
@@ -127,8 +126,8 @@ func (g *guest) talk() (err error) {
 			err = nil
 		}
 	}()
-	own := link.Greeting{Version: h.cfg.Version, Role: "worker"}
-	if _, err := link.Greet(g.socket, helloWait, own, func(int64) int64 { return h.cfg.MemoryBytes }); err != nil {
+	own := link.Greeting{Version: g.host.cfg.Version, Role: "worker"}
+	if _, err := link.Greet(g.socket, helloWait, own, func(int64) int64 { return g.host.cfg.MemoryBytes }); err != nil {
 		return err
 	}
 	late := time.AfterFunc(blockWait, func() { g.stop(fmt.Errorf("it did not load in %v", blockWait)) })
@@ -144,9 +143,9 @@ func (g *guest) talk() (err error) {
 				return errors.New("it said twice that it is ready")
 			}
 			late.Stop()
-			info, err := parseInfo(h.cfg.Name, m.JSON)
+			info, err := parseInfo(g.host.cfg.Name, m.JSON)
 			if err == nil {
-				err = h.join(g, info)
+				err = g.host.join(g, info)
 			}
 			if err != nil {
 				return err
@@ -162,9 +161,9 @@ func (g *guest) talk() (err error) {
 			if err := json.Unmarshal(m.JSON, &k); err != nil {
 				return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
 			}
-			h.mu.Lock()
-			h.keep(k)
-			h.mu.Unlock()
+			g.host.mu.Lock()
+			g.host.keep(k)
+			g.host.mu.Unlock()
 		default:
 			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}
@@ -173,28 +172,26 @@ func (g *guest) talk() (err error) {
 
 // answered notes the answer to a block.
 func (g *guest) answered(a *link.Answer) error {
-	h := g.process.host
-	h.mu.Lock()
-	defer h.mu.Unlock()
+	g.host.mu.Lock()
+	defer g.host.mu.Unlock()
 	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID && f.begun && f.answer == nil })
 	if at < 0 {
 		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
 	}
 	g.flight[at].answer = a
-	h.more.Broadcast()
+	g.host.more.Broadcast()
 	return nil
 }
 
 // work has blocks computed. The results of one are passed on while the next is computed.
 func (g *guest) work() {
 	defer close(g.idle)
-	h := g.process.host
 	for pass := (func())(nil); ; {
 		switch f := g.next(pass == nil); {
 		case f != nil && f.answer == nil:
 			g.send(f)
 		case f != nil:
-			r, err := h.accept(g, f.work, f.answer)
+			r, err := g.host.accept(g, f.work, f.answer)
 			if err != nil {
 				g.stop(err) // the block is computed until the guest has left
 				return
@@ -213,9 +210,8 @@ func (g *guest) work() {
 // finished notes that the guest has computed a block, or does not. The next one, which it has already, is due
 // as if it began only now. It reports whether the block has not ended with the guest.
 func (g *guest) finished(f *flight, took time.Duration) bool {
-	h := g.process.host
-	h.mu.Lock()
-	defer h.mu.Unlock()
+	g.host.mu.Lock()
+	defer g.host.mu.Unlock()
 	oldest := g.flight[0] == f
 	g.flight = slices.DeleteFunc(g.flight, func(other *flight) bool { return other == f })
 	if g.took = took; f.answer != nil {
@@ -226,20 +222,19 @@ func (g *guest) finished(f *flight, took time.Duration) bool {
 		g.watch.Clear()
 	case !oldest:
 	case !g.flight[0].unasked:
-		g.watch.Set(h.cfg.block)
+		g.watch.Set(g.host.cfg.block)
 	case !f.unasked: // else those of a run share the time
-		g.watch.Set(h.cfg.obey)
+		g.watch.Set(g.host.cfg.obey)
 	}
 	return g.left == nil
 }
 
 // pass passes results on.
 func (g *guest) pass(w *blocks.Work, r result) {
-	h := g.process.host
-	h.mu.Lock()
+	g.host.mu.Lock()
 	g.passed = nil
 	left := g.left != nil
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	if !left && r.err == nil {
 		w.Give(r.outs, r.release)
 	} else {
@@ -254,9 +249,8 @@ func (g *guest) pass(w *blocks.Work, r result) {
 // if there is neither: where it may wait, only when the guest has left. Where it may not, it
 // looks for no answers. Runs that have ended are told before.
 func (g *guest) next(wait bool) *flight {
-	h := g.process.host
-	h.mu.Lock()
-	defer h.mu.Unlock()
+	g.host.mu.Lock()
+	defer g.host.mu.Unlock()
 	for {
 		at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.answer != nil })
 		idle := len(g.flight) == 0
@@ -269,20 +263,20 @@ func (g *guest) next(wait bool) *flight {
 			m := g.tells[0]
 			g.tells = g.tells[1:]
 			if idle {
-				g.watch.Set(h.cfg.obey)
+				g.watch.Set(g.host.cfg.obey)
 			}
-			h.mu.Unlock()
+			g.host.mu.Unlock()
 			_ = g.conn.Send(m) // an error is Recv's too
-			h.mu.Lock()
+			g.host.mu.Lock()
 			if idle {
 				g.watch.Clear()
 			}
 			continue
 		}
 		var w *blocks.Work
-		if idle || len(g.flight) < g.info.Blocks && g.took < aheadWithin && h.waiting == 0 {
+		if idle || len(g.flight) < g.info.Blocks && g.took < aheadWithin && g.host.waiting == 0 {
 			if w = g.queue.Pop(); w == nil {
-				w = h.pop()
+				w = g.host.pop()
 			}
 		}
 		switch {
@@ -290,26 +284,26 @@ func (g *guest) next(wait bool) *flight {
 			return nil
 		case w == nil:
 			if !idle {
-				h.more.Wait()
+				g.host.more.Wait()
 				continue
 			}
-			h.waiting++
-			h.more.Wait()
-			h.waiting--
+			g.host.waiting++
+			g.host.more.Wait()
+			g.host.waiting--
 			continue
 		}
 		p := w.Program.(*program)
 		if over := p.over(w); over != nil {
-			h.mu.Unlock()
+			g.host.mu.Unlock()
 			w.End(over)
-			h.mu.Lock()
+			g.host.mu.Lock()
 			continue
 		}
-		if h.info.Stateful && p.owner == nil {
+		if g.host.info.Stateful && p.owner == nil {
 			p.owner = g
-			h.lines[0].Take(w.Context(), &g.queue)
+			g.host.lines[0].Take(w.Context(), &g.queue)
 		}
-		f := &flight{id: h.blockIDs.Add(1), work: w}
+		f := &flight{id: g.host.blockIDs.Add(1), work: w}
 		g.flight = append(g.flight, f)
 		return f
 	}
@@ -318,12 +312,12 @@ func (g *guest) next(wait bool) *flight {
 // send tells the guest of the block that next has taken. Where that fails, the block has ended,
 // or does with the link.
 func (g *guest) send(f *flight) {
-	h, p := g.process.host, f.work.Program.(*program)
+	p := f.work.Program.(*program)
 	run := f.work.Context()
-	m, err := h.message(f.id, f.work)
-	h.mu.Lock()
+	m, err := g.host.message(f.id, f.work)
+	g.host.mu.Lock()
 	fresh := !g.runs[p.run]
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	if fresh && err == nil {
 		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, n) })
 	}
@@ -333,12 +327,12 @@ func (g *guest) send(f *flight) {
 		}
 		return
 	}
-	h.mu.Lock()
+	g.host.mu.Lock()
 	g.runs[p.run], f.begun = true, true
 	if g.flight[0] == f {
-		g.watch.Set(h.cfg.block) // from now on: a guest may not read
+		g.watch.Set(g.host.cfg.block) // from now on: a guest may not read
 	}
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	if fresh {
 		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
 	}
@@ -346,9 +340,9 @@ func (g *guest) send(f *flight) {
 		g.stop(err)
 		return
 	}
-	h.mu.Lock()
+	g.host.mu.Lock()
 	f.sent = true
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	if run.Err() != nil {
 		g.cancel(run)
 	}
@@ -356,21 +350,19 @@ func (g *guest) send(f *flight) {
 
 // leaveRun is called when a run ends that the guest knows.
 func (g *guest) leaveRun(run context.Context, id uint64) {
-	h := g.process.host
 	g.cancel(run)
-	h.mu.Lock()
-	defer h.mu.Unlock()
+	g.host.mu.Lock()
+	defer g.host.mu.Unlock()
 	if !g.gone {
 		delete(g.runs, id)
 		g.tells = append(g.tells, &link.End{Head: link.Head{ID: id}})
-		h.more.Broadcast()
+		g.host.more.Broadcast()
 	}
 }
 
 // cancel says that the blocks of a run are not wanted any more, if they are computed.
 func (g *guest) cancel(run context.Context) {
-	h := g.process.host
-	h.mu.Lock()
+	g.host.mu.Lock()
 	var told []uint64
 	for i, f := range g.flight {
 		if f.work.Context() != run || f.unasked {
@@ -381,10 +373,10 @@ func (g *guest) cancel(run context.Context) {
 			told = append(told, f.id)
 		}
 		if i == 0 && !g.watch.Due.IsZero() {
-			g.watch.Set(h.cfg.obey)
+			g.watch.Set(g.host.cfg.obey)
 		}
 	}
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	for _, id := range told {
 		_ = g.conn.Send(&link.Cancel{Head: link.Head{ID: id}}) // an error is Recv's too
 	}
@@ -392,13 +384,12 @@ func (g *guest) cancel(run context.Context) {
 
 // checkDeadline ends a guest whose block takes too long.
 func (g *guest) checkDeadline() {
-	h := g.process.host
-	h.mu.Lock()
-	late, why := g.watch.Late(), fmt.Errorf("a block took more than %v", h.cfg.block)
+	g.host.mu.Lock()
+	late, why := g.watch.Late(), fmt.Errorf("a block took more than %v", g.host.cfg.block)
 	if len(g.flight) > 0 && g.flight[0].unasked {
-		why = fmt.Errorf("it went on for %v with a block that was cancelled", h.cfg.obey)
+		why = fmt.Errorf("it went on for %v with a block that was cancelled", g.host.cfg.obey)
 	}
-	h.mu.Unlock()
+	g.host.mu.Unlock()
 	if late {
 		g.stop(why)
 	}

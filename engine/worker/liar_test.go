@@ -283,7 +283,7 @@ func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
 }
 
 func TestABlockIsAnsweredOnce(t *testing.T) {
-	g := &guest{process: &process{host: &Host{}}, flight: []*flight{{id: 6, begun: true}, {id: 7, begun: true}, {id: 8}}}
+	g := &guest{host: &Host{}, flight: []*flight{{id: 6, begun: true}, {id: 7, begun: true}, {id: 8}}}
 	answer := func(id uint64) error { return g.answered(&link.Answer{Head: link.Head{ID: id}}) }
 	require.NoError(t, answer(7))
 	require.ErrorIs(t, answer(7), link.ErrMessage)

@@ -1,13 +1,11 @@
 package worker
 
 import (
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
 	"os/exec"
 	"runtime"
-	"syscall"
 	"time"
 
 	"golang.org/x/time/rate"
@@ -136,6 +134,10 @@ func (p *process) cause(g *guest, broke, failed error) error {
 	h.mu.Lock()
 	last := p.last
 	h.mu.Unlock()
+	how := "it exited"
+	if failed != nil {
+		how = failed.Error()
+	}
 	switch {
 	case h.ctx.Err() != nil:
 		return engine.ErrClosed
@@ -146,25 +148,11 @@ func (p *process) cause(g *guest, broke, failed error) error {
 	case g.info == nil && why != nil:
 		return why
 	case g.info == nil: // what it said last may tell
-		return fmt.Errorf("it ended while loading (%s): %s", exit(failed), last)
+		return fmt.Errorf("it ended while loading (%s): %s", how, last)
 	case why != nil:
 		return &endedError{h.cfg.Name, why.Error()}
 	}
-	return &endedError{h.cfg.Name, exit(failed)}
-}
-
-// exit says how a process ended.
-func exit(err error) string {
-	var e *exec.ExitError
-	switch {
-	case err == nil:
-		return "it exited"
-	case errors.As(err, &e):
-		if s, ok := e.Sys().(syscall.WaitStatus); ok && s.Signaled() {
-			return fmt.Sprintf("killed by signal %d", s.Signal())
-		}
-	}
-	return err.Error()
+	return &endedError{h.cfg.Name, how}
 }
 
 // attached serves the guest that runs already, until it is gone.

@@ -98,6 +98,7 @@ type Host struct {
 	pool    *slab.Pool
 	budget  *slab.Budget // of inputs
 	results *slab.Budget
+	engine  *blocks.Engine
 	model   engine.Model
 	// companions are more models of the same process.
 	companions []engine.Model
@@ -110,16 +111,14 @@ type Host struct {
 	blockIDs, runIDs atomic.Uint64
 	restarts         atomic.Int64
 
-	mu      sync.Mutex      // guards all below, and what guests and programs say of it
-	more    sync.Cond       // for guests: there may be something to do
-	lines   [2]blocks.Queue // of the model, and of its companions
-	turn    int             // whose is next
-	engines []*blocks.Engine
+	mu      sync.Mutex          // guards all below, and what guests and programs say of it
+	more    sync.Cond           // for guests: there may be something to do
+	lines   [2]blocks.Queue     // of the model, and of its companions
+	turn    int                 // whose is next
 	guests  map[*guest]struct{} // that are ready
 	waiting int                 // of these, how many have nothing to compute
 	info    *info               // as the first guest said
-	closed  bool
-	kept    kept // by the process, between calls
+	kept    kept                // by the process, between calls
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]*session
 	lastSession uint64
@@ -136,6 +135,7 @@ func Start(c Config) (*Host, error) {
 		results: slab.NewBudget("result memory of "+c.Name, c.MemoryBytes),
 		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]*session),
 	}
+	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget})
 	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())
 	ready := make(chan error, c.Processes)
@@ -171,23 +171,16 @@ func (h *Host) makeModels() (err error) {
 	if len(h.info.Companions) > 0 && h.cfg.Processes > 1 {
 		return fmt.Errorf("a model that trains has one process, not %d: its weights are there", h.cfg.Processes)
 	}
-	cfg := blocks.Config{Name: "python:" + h.cfg.Name, Device: h, Pool: h.pool, Budget: h.budget}
-	side := blocks.New(cfg)
 	for i, d := range h.info.Companions {
-		m, err := side.Model(h.bound(i+1, d))
+		m, err := h.engine.Model(h.bound(i+1, d))
 		if err != nil {
 			return err
 		}
 		h.companions = append(h.companions, m)
 	}
-	cfg.Gauges = h.gauges // of all of them
-	main := blocks.New(cfg)
-	h.mu.Lock()
-	h.engines = []*blocks.Engine{main, side}
-	h.mu.Unlock()
 	m := h.bound(0, h.info.described)
-	m.Teardown = h.Close
-	h.model, err = main.Model(m)
+	m.Teardown, m.Gauges = h.Close, h.gauges // of all of them
+	h.model, err = h.engine.Model(m)
 	return err
 }
 
@@ -201,12 +194,11 @@ func (h *Host) Ended() <-chan struct{} { return h.ended }
 // them. Blocks that are not computed fail with engine.ErrClosed.
 func (h *Host) Close() {
 	h.mu.Lock()
-	h.closed = true
+	h.stop()
 	rest := h.takeAll()
 	h.more.Broadcast()
 	h.mu.Unlock()
 	rest.End(engine.ErrClosed)
-	h.stop()
 	h.all.Wait()
 }
 
@@ -246,7 +238,7 @@ func (h *Host) Start(w *blocks.Work) {
 	if owner != nil {
 		err = cmp.Or(err, owner.left)
 	}
-	if h.closed {
+	if h.ctx.Err() != nil {
 		err = engine.ErrClosed
 	}
 	switch {
@@ -289,7 +281,7 @@ func (h *Host) Cancel(run context.Context) {
 func (h *Host) join(g *guest, i *info) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if h.closed {
+	if h.ctx.Err() != nil {
 		return engine.ErrClosed
 	}
 	if h.info == nil {
@@ -302,10 +294,8 @@ func (h *Host) join(g *guest, i *info) error {
 	}
 	g.info = i
 	h.guests[g] = struct{}{}
-	for n, e := range h.engines {
-		if e.Back() && n == 0 {
-			h.cfg.Log.Warn("worker is back")
-		}
+	if h.engine.Back() {
+		h.cfg.Log.Warn("worker is back")
 	}
 	return nil
 }
@@ -329,12 +319,10 @@ func (h *Host) leave(g *guest, cause error) {
 	over.End(cause)
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if !ready || h.closed || len(h.guests) > 0 {
+	if !ready || h.ctx.Err() != nil || len(h.guests) > 0 {
 		return
 	}
 	h.keep(kept{})
-	h.takeAll() // the engines do
-	for _, e := range h.engines {
-		e.Lost(cause)
-	}
+	h.takeAll() // the engine does
+	h.engine.Lost(cause)
 }

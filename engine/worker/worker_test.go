@@ -204,7 +204,7 @@ func TestAWorkerThatDiesOrBreaksTheProtocolFailsItsCallAndComesBack(t *testing.T
 	c.block = 500 * time.Millisecond
 	h := start(t, c)
 	for what, want := range map[string]string{
-		"kill":     `the worker of model "does" ended (killed by signal 9); call again`,
+		"kill":     `the worker of model "does" ended (signal: killed); call again`,
 		"exit":     `the worker of model "does" ended (exit status 3); call again`,
 		"garbage":  "bad message",
 		"foreign":  "is not the guest's",
@@ -281,7 +281,7 @@ func TestAModelThatDoesNotLoadSaysWhy(t *testing.T) {
 	testkit.Start(t)
 	for name, want := range map[string]string{
 		"broken":  `worker: model "broken": it did not load: RuntimeError: no weights here`,
-		"dies":    "ended while loading (killed by signal 9)",
+		"dies":    "ended while loading (signal: killed)",
 		"missing": "has no attribute 'missing'",
 	} {
 		_, err := Start(python(t, name))
@@ -310,7 +310,7 @@ func TestHealthIsThatOfTheProcesses(t *testing.T) {
 	require.NoError(t, <-health)
 	_, err := do(t.Context(), h, "kill")
 	require.ErrorIs(t, err, engine.ErrUnavailable)
-	require.ErrorContains(t, <-health, "killed by signal 9")
+	require.ErrorContains(t, <-health, "signal: killed")
 	testkit.Eventually(t, func() bool { return h.restarts.Load() > 2 }, "attempts to load")
 	_, err = do(t.Context(), h, "")
 	require.ErrorIs(t, err, engine.ErrUnavailable)

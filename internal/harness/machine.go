@@ -6,8 +6,6 @@ import (
 	"os"
 	"runtime"
 	"strings"
-
-	"github.com/tensorferry/tensorferry/internal/proc"
 )
 
 // Machine is where figures come from.
@@ -31,8 +29,11 @@ func ThisMachine() Machine {
 		Commit: commit, Go: runtime.Version(), OS: runtime.GOOS, Arch: runtime.GOARCH,
 	}
 	if text, err := os.ReadFile("/proc/cpuinfo"); err == nil {
-		if model := proc.Field(string(text), "model name"); model != "" {
-			m.CPU = model
+		for line := range strings.Lines(string(text)) {
+			if k, v, _ := strings.Cut(line, ":"); strings.TrimSpace(k) == "model name" {
+				m.CPU = strings.TrimSpace(v)
+				break
+			}
 		}
 	}
 	if text, err := os.ReadFile("/proc/loadavg"); err == nil {

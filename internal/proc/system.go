@@ -3,7 +3,6 @@ package proc
 import (
 	"fmt"
 	"math"
-	"strings"
 
 	"github.com/prometheus/procfs"
 )
@@ -33,14 +32,4 @@ func MostDescriptors() int {
 		}
 	}
 	return math.MaxInt
-}
-
-// Field returns the value of the first "name : value" line of a file of /proc.
-func Field(text, name string) string {
-	for line := range strings.Lines(text) {
-		if k, v, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(k) == name {
-			return strings.TrimSpace(v)
-		}
-	}
-	return ""
 }

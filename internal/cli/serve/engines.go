@@ -277,7 +277,7 @@ func (e *engines) site(name string) (site, error) {
 		}
 		e.cuda[n] = h
 	}
-	return site{h.Name(), cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
+	return site{name, cuda.Builtins(h), func(m *stack.Model) (engine.Model, error) { return cuda.Stack(h, m) }}, nil
 }
 
 // selfTest tests that a device computes correctly.
