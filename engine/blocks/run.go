@@ -89,36 +89,16 @@ type slot struct {
 // start takes the memory of a run, the minimum all or nothing, and lays out its slots.
 func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engine.Run, error) {
 	begin := time.Now()
-	e, info, budget := m.engine, m.Model.Info, m.engine.cfg.Budget
-	least := p.least()
-	if err := budget.Acquire(ctx, c.Principal, least); err != nil {
+	e, info, least := m.engine, m.Model.Info, p.least()
+	if err := e.cfg.Budget.Acquire(ctx, c.Principal, least); err != nil {
 		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
 	}
 	r := &run{
 		engine: e, holder: c.Principal, info: info, plan: p, bound: b, outs: b.Outs, granted: least,
-		sourced:  len(info.Inputs) == 0,
+		sourced: len(info.Inputs) == 0, free: make([]*slot, 0, p.wantIn),
 		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
 	}
 	r.stats.Queue = time.Since(begin)
-
-	in, out := p.minIn, p.minOut
-	for more := true; more; { // in turns: slots of one direction alone speed nothing up
-		more = false
-		if in < p.wantIn && budget.TryAcquire(c.Principal, p.inBlock) {
-			in, r.granted, more = in+1, r.granted+p.inBlock, true
-		}
-		if out < p.wantOut && b.Results == Own && budget.TryAcquire(c.Principal, p.outBlock) {
-			out, r.granted, more = out+1, r.granted+p.outBlock, true
-		}
-	}
-
-	switch b.Results {
-	case Given: // its memory is the device's
-		out = p.wantOut
-	case InPlace: // the slots bound it
-		out, r.window = in, maxSlots
-	}
-	r.window = max(r.window, out)
 	r.done = make([]bool, min(p.blocks+1, maxSlots)) // one is false when all blocks are done
 
 	r.job = RowBlock{Descs: c.Descs(), OutDescs: b.Outs, Params: c.Params}
@@ -127,22 +107,28 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 		r.whole.block.Whole = true
 		r.job.Whole = r.whole.block.In
 	}
-	for range in {
-		r.slots = append(r.slots, r.newSlot())
+	out := p.minOut
+	switch b.Results {
+	case Given: // its memory is the device's
+		out = p.wantOut
+	case InPlace: // the slots bound it
+		out, r.window = 0, maxSlots
+	}
+	for range p.minIn {
+		r.addSlot()
 	}
 	for range out {
-		r.freeOut = append(r.freeOut, r.newWork())
+		r.addOut()
 	}
+	r.grow(p.wantIn, p.wantOut)
 	if _, helps := e.cfg.Device.(Helper); helps && p.blocks == 1 && p.inBlock <= helpBytes {
 		r.help = r.works[0]
 	}
-	r.free = slices.Clone(r.slots)
-	r.pending = make([]*slot, 0, in)
-	r.inSlots = in
+	r.pending = make([]*slot, 0, r.inSlots)
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	if err := e.enter(r); err != nil {
 		r.cancel(err)
-		budget.Release(r.holder, r.granted)
+		r.giveUp(r.granted)
 		return nil, err
 	}
 	r.mu.Lock()
@@ -155,6 +141,47 @@ func (r *run) newSlot() *slot {
 	s := &slot{run: r, block: engine.Block{In: make([][]byte, len(r.info.Inputs))}}
 	s.block.Slot = s
 	return s
+}
+
+// addSlot adds a slot, and what its results need if they are there. The others are lent before it: their
+// memory is warmer.
+func (r *run) addSlot() {
+	s := r.newSlot()
+	r.slots = append(r.slots, s)
+	r.free = slices.Insert(r.free, 0, s)
+	r.inSlots++
+	if r.bound.Results == InPlace {
+		r.freeOut = append(r.freeOut, r.newWork())
+	}
+}
+
+// addOut lets another block have results.
+func (r *run) addOut() {
+	r.window++
+	r.freeOut = append(r.freeOut, r.newWork())
+}
+
+// grow has up to so many slots and blocks with results of their own, as far as there is memory: in turns,
+// since those of one direction alone speed nothing up.
+func (r *run) grow(in, out int64) {
+	take := func(have, most, block int64) bool {
+		ok := have < most && r.engine.cfg.Budget.TryAcquire(r.holder, block)
+		if ok {
+			r.granted += block
+		}
+		return ok
+	}
+	for more := true; more; {
+		more = false
+		if take(r.inSlots, in, r.plan.inBlock) {
+			r.addSlot()
+			more = true
+		}
+		if r.bound.Results == Own && take(r.window, out, r.plan.outBlock) {
+			r.addOut()
+			more = true
+		}
+	}
 }
 
 func (r *run) newWork() *Work {

@@ -1,9 +1,6 @@
 package blocks
 
-import (
-	"slices"
-	"time"
-)
+import "time"
 
 // shed gives back memory that the run can do without: free slots beyond the fewest,
 // and that of results that have waited long for their taker, which are copied out. It
@@ -35,31 +32,13 @@ func (r *run) Widen(bytes int64) {
 	if r.closed || r.ctx.Err() != nil {
 		return
 	}
-	take := func(block, have int64) bool {
-		if block == 0 || have >= min(bytes/block, maxSlots, r.plan.blocks) || !r.engine.cfg.Budget.TryAcquire(r.holder, block) {
-			return false
+	most := func(block int64) int64 {
+		if block == 0 {
+			return 0
 		}
-		r.granted += block
-		return true
+		return min(bytes/block, maxSlots, r.plan.blocks)
 	}
-	for more := true; more; { // in turns, as at the start
-		more = false
-		if take(r.plan.inBlock, r.inSlots) {
-			more = true
-			s := r.newSlot()
-			r.slots = append(r.slots, s)
-			r.free = slices.Insert(r.free, 0, s) // the others are warmer
-			r.inSlots++
-			if r.bound.Results == InPlace {
-				r.freeOut = append(r.freeOut, r.newWork())
-			}
-		}
-		if r.bound.Results == Own && take(r.plan.outBlock, r.window) {
-			more = true
-			r.window++
-			r.freeOut = append(r.freeOut, r.newWork())
-		}
-	}
+	r.grow(most(r.plan.inBlock), most(r.plan.outBlock))
 	wake(r.lendable)
 	r.launch()
 }

@@ -132,8 +132,8 @@ func (r *run) misfit(w *Work, outs []tensor.Tensor) error {
 		}
 		r.outs = descs
 		r.plan.window()
-		for ; r.window < r.plan.wantOut; r.window++ {
-			r.freeOut = append(r.freeOut, r.newWork())
+		for r.window < r.plan.wantOut {
+			r.addOut()
 		}
 	}
 	for i, t := range outs {

@@ -56,27 +56,19 @@ func Pair() (host *net.UnixConn, guest *os.File, err error) {
 // FromFD takes over the descriptor of a socket that this process was started with.
 func FromFD(fd int) (*net.UnixConn, error) {
 	f := os.NewFile(uintptr(fd), "link")
-	if f == nil {
-		return nil, fmt.Errorf("link: %d is not a descriptor", fd)
-	}
 	defer func() { _ = f.Close() }() // FileConn copies the descriptor
 	kind, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_TYPE)
+	if err == nil && kind != unix.SOCK_SEQPACKET {
+		err = unix.EPROTOTYPE
+	}
+	var c net.Conn
+	if err == nil {
+		c, err = net.FileConn(f)
+	}
 	if err != nil {
-		return nil, fmt.Errorf("link: descriptor %d is not a socket: %w", fd, err)
+		return nil, fmt.Errorf("link: descriptor %d is not a socket of a link: %w", fd, err)
 	}
-	if kind != unix.SOCK_SEQPACKET {
-		return nil, fmt.Errorf("link: descriptor %d is not a SOCK_SEQPACKET socket", fd)
-	}
-	c, err := net.FileConn(f)
-	if err != nil {
-		return nil, fmt.Errorf("link: descriptor %d: %w", fd, err)
-	}
-	u, ok := c.(*net.UnixConn)
-	if !ok {
-		_ = c.Close()
-		return nil, fmt.Errorf("link: descriptor %d is not a Unix socket", fd)
-	}
-	return u, nil
+	return c.(*net.UnixConn), nil // no others are SOCK_SEQPACKET in Go
 }
 
 // noFD stands for no descriptor.
