@@ -49,13 +49,17 @@ func (r *Registry) Watch(told func(name string, m Model)) (stop func()) {
 }
 
 // put makes m what name finds, nothing if nil, unless refuse has a reason against it.
-func (r *Registry) put(name string, m Model, refuse func(taken bool) error) error {
+// put has m, or no model, under a name. It fails with taken or free, as the name is, where that is an error.
+func (r *Registry) put(name string, m Model, taken, free error) error {
 	if m != nil && !validName(name) {
 		return fmt.Errorf("%w: a name is 1 to %d bytes of UTF-8 without control characters, got %q", ErrInfo, maxNameBytes, name)
 	}
 	r.mu.Lock()
-	old := r.models[name]
-	if err := refuse(old != nil); err != nil {
+	old, err := r.models[name], free
+	if old != nil {
+		err = taken
+	}
+	if err != nil {
 		r.mu.Unlock()
 		return err
 	}
@@ -77,27 +81,15 @@ func (r *Registry) put(name string, m Model, refuse func(taken bool) error) erro
 // the name is taken (ErrExists) or is none (ErrInfo).
 func (r *Registry) Add(m Model) error {
 	name := m.Info().Name
-	return r.put(name, m, func(taken bool) error {
-		if taken {
-			return fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name)
-		}
-		return nil
-	})
+	return r.put(name, m, fmt.Errorf("%w: %q; replace or remove it first", ErrExists, name), nil)
 }
 
 // Replace is Add, but a model that has the name gives way: only its uses go on.
-func (r *Registry) Replace(m Model) error {
-	return r.put(m.Info().Name, m, func(bool) error { return nil })
-}
+func (r *Registry) Replace(m Model) error { return r.put(m.Info().Name, m, nil, nil) }
 
 // Remove takes a model out; uses of it go on. It fails with ErrNotFound.
 func (r *Registry) Remove(name string) error {
-	return r.put(name, nil, func(taken bool) error {
-		if !taken {
-			return fmt.Errorf("%w: %q", ErrNotFound, name)
-		}
-		return nil
-	})
+	return r.put(name, nil, nil, fmt.Errorf("%w: %q", ErrNotFound, name))
 }
 
 // Lookup finds a model and keeps it from being closed until release is called, once, after

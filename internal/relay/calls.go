@@ -172,6 +172,9 @@ func (o *op) announce(name string, d tensor.Desc) (a link.Announced, known bool)
 	defer o.mu.Unlock()
 	r := o.result(name)
 	a.Result, known, r.known = r.n, r.known, true
+	if r.writer != nil {
+		a.How = link.Pieces
+	}
 	if r.block != nil {
 		size, _ := d.Bytes() // makeRoom has checked it
 		a.Range = r.block.Range(size)
@@ -204,16 +207,12 @@ func (o *op) writer(name string) client.Sink {
 func (o *op) openWriter(name string, d tensor.Desc) (*writer, error) {
 	o.mu.Lock()
 	r := o.result(name)
-	w := r.writer
-	if w != nil { // an attempt before this one has opened it, and written nothing
-		o.mu.Unlock()
-		return w, nil
+	if r.writer == nil { // else an attempt before this one has opened it, and written nothing
+		r.writer = &writer{op: o, n: r.n, out: make(chan struct{}, piecesOut)}
 	}
-	w = &writer{op: o, n: r.n, out: make(chan struct{}, piecesOut)}
-	r.writer, r.known = w, true
 	o.mu.Unlock()
-	a := link.Announced{Result: w.n, Name: name, DType: uint8(d.DType), Shape: d.Shape}
-	return w, o.conn.Send(&link.Result{Head: link.Head{ID: o.id}, Announced: a})
+	_, err := o.sendResult(name, d)
+	return r.writer, err
 }
 
 // writer writes a result in pieces.
