@@ -72,8 +72,8 @@ func (c bytesOrMessages) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// beguile opens a client of a rogue.
-func beguile(t *testing.T, r *rogue, cfg client.Config) *client.Client {
+// beguile opens a client of a server that a test has made.
+func beguile(t *testing.T, r pb.TensorServiceServer, cfg client.Config) *client.Client {
 	t.Helper()
 	l := listen(t)
 	s := grpc.NewServer(grpc.ForceServerCodecV2(bytesOrMessages{encoding.GetCodecV2("proto")}))

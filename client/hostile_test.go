@@ -8,19 +8,16 @@ import (
 	"fmt"
 	"hash/crc32"
 	"io"
-	"net"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 )
 
@@ -37,20 +34,7 @@ func (s *stranger) StreamTensors(stream pb.TensorService_StreamTensorsServer) er
 // visit opens a client of a server that plays the script.
 func visit(t *testing.T, script func(s pb.TensorService_StreamTensorsServer) error) *client.Client {
 	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	s := grpc.NewServer()
-	pb.RegisterTensorServiceServer(s, &stranger{script: script})
-	served := make(chan error, 1)
-	go func() { served <- s.Serve(l) }()
-	c, err := client.Dial(l.Addr().String(), client.Config{OpenTimeout: 5 * time.Second, Checksum: codec.CRC32C})
-	require.NoError(t, err)
-	t.Cleanup(func() {
-		require.NoError(t, c.Close())
-		s.Stop()
-		require.NoError(t, <-served)
-	})
-	return c
+	return beguile(t, &stranger{script: script}, client.Config{})
 }
 
 func newID() []byte { id := uuid.Must(uuid.NewV7()); return id[:] }
