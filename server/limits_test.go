@@ -3,14 +3,11 @@ package server_test
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"go/ast"
 	"go/parser"
 	"go/token"
-	"io"
-	"net"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -18,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/net/http2"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -26,6 +24,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
+	"github.com/tensorferry/tensorferry/internal/attack"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store/storetest"
@@ -602,64 +601,29 @@ func TestAListComesInPagesOfTheLimit(t *testing.T) {
 	require.Empty(t, r.GetTensors())
 }
 
-// bareHTTP2 is a connection that speaks HTTP/2 by hand.
-type bareHTTP2 struct {
-	t testing.TB
-	net.Conn
-}
-
-func dialHTTP2(t testing.TB, addr string) *bareHTTP2 {
+// dialHTTP2 returns a connection that speaks HTTP/2 by hand, and its frames.
+func dialHTTP2(t testing.TB, addr string) *attack.Conn {
 	t.Helper()
-	c, err := connect(t.Context(), addr)
+	conn, err := connect(t.Context(), addr)
 	require.NoError(t, err)
-	t.Cleanup(func() { _ = c.Close() })
-	require.NoError(t, c.SetDeadline(time.Now().Add(rawLife)))
-	_, err = c.Write([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+	t.Cleanup(func() { _ = conn.Close() })
+	require.NoError(t, conn.SetDeadline(time.Now().Add(rawLife)))
+	c, err := attack.NewConn(t.Context(), conn, 64<<10)
 	require.NoError(t, err)
-	h := &bareHTTP2{t, c}
-	require.NoError(t, h.write(frameSettings, 0, nil))
-	return h
-}
-
-// The frames of HTTP/2 that these tests know.
-const (
-	frameSettings = 4
-	framePing     = 6
-	frameGoAway   = 7
-)
-
-func (h *bareHTTP2) write(kind, flags byte, payload []byte) error {
-	n := len(payload)
-	_, err := h.Write(append([]byte{byte(n >> 16), byte(n >> 8), byte(n), kind, flags, 0, 0, 0, 0}, payload...))
-	return err
-}
-
-// next reads the next frame.
-func (h *bareHTTP2) next() (kind, flags byte, payload []byte, err error) {
-	var head [9]byte
-	if _, err := io.ReadFull(h, head[:]); err != nil {
-		return 0, 0, nil, err
-	}
-	payload = make([]byte, int(head[0])<<16|int(head[1])<<8|int(head[2]))
-	_, err = io.ReadFull(h, payload)
-	return head[3], head[4], payload, err
+	return c
 }
 
 func TestTheServersSettingsTellItsLimits(t *testing.T) {
 	testkit.Start(t)
 	f := serve(t, func(c *server.Config) { c.WindowBytes, c.StreamsPerConnection, c.HeaderListBytes = 3*mib, 7, 5000 })
-	h := dialHTTP2(t, f.addr)
-	kind, _, payload, err := h.next()
+	first, err := dialHTTP2(t, f.addr).ReadFrame()
 	require.NoError(t, err)
-	require.EqualValues(t, frameSettings, kind)
-	have := map[uint16]uint32{}
-	for ; len(payload) >= 6; payload = payload[6:] {
-		have[binary.BigEndian.Uint16(payload)] = binary.BigEndian.Uint32(payload[2:])
-	}
+	require.IsType(t, new(http2.SettingsFrame), first)
 	info, err := f.server.GetServiceInfo(t.Context(), nil)
 	require.NoError(t, err)
-	for id, limit := range map[uint16]string{3: "streams_per_connection", 4: "window_bytes", 6: "header_list_bytes"} {
-		require.EqualValues(t, info.GetLimits()[limit], have[id], limit)
+	for id, limit := range map[http2.SettingID]string{3: "streams_per_connection", 4: "window_bytes", 6: "header_list_bytes"} {
+		have, _ := first.(*http2.SettingsFrame).Value(id)
+		require.EqualValues(t, info.GetLimits()[limit], have, limit)
 	}
 }
 
@@ -670,11 +634,12 @@ func TestAPeerThatDoesNotAnswerAPingIsDisconnected(t *testing.T) {
 		h := dialHTTP2(t, f.addr)
 		pinged := false
 		for {
-			kind, flags, _, err := h.next()
+			got, err := h.ReadFrame()
 			if err != nil {
 				break // disconnected
 			}
-			pinged = pinged || kind == framePing && flags == 0
+			ping, is := got.(*http2.PingFrame)
+			pinged = pinged || is && !ping.IsAck()
 		}
 		require.True(t, pinged)
 	})
@@ -685,34 +650,30 @@ func TestAPeerThatPingsTooOftenIsDisconnected(t *testing.T) {
 	bubble(t, func(t *testing.T) { // gRPC takes a second to close it
 		f := serve(t, nil)
 		h := dialHTTP2(t, f.addr)
-		var debug []byte
-		for {
-			if err := h.write(framePing, 0, make([]byte, 8)); err != nil {
-				break
-			}
-			kind, _, payload, err := h.next()
+		debug := ""
+		for h.WritePing(false, [8]byte{}) == nil {
+			got, err := h.ReadFrame()
 			if err != nil {
 				break
 			}
-			if kind == frameGoAway {
-				debug = payload
+			if end, is := got.(*http2.GoAwayFrame); is {
+				debug = string(end.DebugData())
 			}
 		}
-		require.Contains(t, string(debug), "too_many_pings")
+		require.Contains(t, debug, "too_many_pings")
 	})
 	// One that pings as often as it may is served.
 	patient := serve(t, func(c *server.Config) { c.KeepaliveMin = time.Nanosecond })
 	h := dialHTTP2(t, patient.addr)
-	for answers := 0; answers < 10; {
-		require.NoError(t, h.write(framePing, 0, make([]byte, 8)))
-		for {
-			kind, flags, _, err := h.next()
+	for range 10 {
+		require.NoError(t, h.WritePing(false, [8]byte{}))
+		for answered := false; !answered; {
+			got, err := h.ReadFrame()
 			require.NoError(t, err)
-			require.NotEqualValues(t, frameGoAway, kind)
-			if kind == framePing && flags == 1 {
-				answers++
-				break
-			}
+			_, gone := got.(*http2.GoAwayFrame)
+			require.False(t, gone)
+			ping, is := got.(*http2.PingFrame)
+			answered = is && ping.IsAck()
 		}
 	}
 }
