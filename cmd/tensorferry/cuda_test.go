@@ -106,11 +106,7 @@ func TestAServerOnAFakeDeviceOutlivesItsClients(t *testing.T) {
 
 func TestAClientThatTakesNoResultsLeavesPageLockedMemoryToOthers(t *testing.T) {
 	testkit.Start(t)
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
-	server, address, err := demo.Start(t.Context(), exe, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
-	require.NoError(t, err)
-	defer func() { require.NoError(t, server.Stop()) }()
+	address := serving(t, "--engine", "cuda:0", "--pinned", "16MiB", "--cuda-driver", fakecuda.Build(t, fakecuda.Options{}))
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	slow, err := client.Dial(address, client.Config{})

@@ -75,8 +75,6 @@ func (r *rogue) GetServiceInfo(context.Context, *pb.GetServiceInfoRequest) (*pb.
 // argument $SERVER is its address.
 func (r *rogue) at(t *testing.T) func(args ...string) (stdout, stderr string, code int) {
 	t.Helper()
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	s := grpc.NewServer()
@@ -92,7 +90,7 @@ func (r *rogue) at(t *testing.T) func(args ...string) (stdout, stderr string, co
 			args[i] = l.Addr().String()
 		}
 		var out, said bytes.Buffer
-		c := program(t, exe, args...)
+		c := program(t, "tensorferry", args...)
 		c.Env = append(os.Environ(), "TENSORFERRY_SERVER="+l.Addr().String())
 		c.Stdout, c.Stderr = &out, &said
 		err := c.Run()

@@ -4,14 +4,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"os/exec"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/client"
-	"github.com/tensorferry/tensorferry/internal/cli/demo"
 	"github.com/tensorferry/tensorferry/internal/cli/serve"
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
@@ -61,8 +59,6 @@ func (g *linkGuest) byLane(connection int) int64 {
 
 func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 	testkit.Start(t)
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
 	for name, tc := range map[string]struct {
 		flag  int
 		says  string
@@ -75,9 +71,7 @@ func TestAConnectionOfALinkHasItsLanesOrThoseOfTheFlag(t *testing.T) {
 		"the guest says the default": {1, `,"lanes":1`, true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			server, address, err := demo.Start(t.Context(), exe, "--engine", "cpu")
-			require.NoError(t, err)
-			defer func() { require.NoError(t, server.Stop()) }()
+			address := serving(t, "--engine", "cpu")
 			host, guest := linktest.Pair(t)
 			file, err := host.File()
 			require.NoError(t, err)

@@ -50,11 +50,7 @@ func pidOf(ctx context.Context, t *testing.T, cl *client.Client) int {
 
 func TestWhyAPythonModelFailedCanBeHad(t *testing.T) {
 	testkit.Start(t)
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
-	server, address, err := demo.Start(t.Context(), exe, pythonArgs(t, "divides=served:divides", "loses=served:loses_rows")...)
-	require.NoError(t, err)
-	defer func() { require.NoError(t, server.Stop()) }()
+	address := serving(t, pythonArgs(t, "divides=served:divides", "loses=served:loses_rows")...)
 	x, err := tensor.Of([]uint8{1, 2, 3, 4, 5, 6, 7}, 7)
 	require.NoError(t, err)
 	cl, err := client.Dial(address, client.Config{})
@@ -65,12 +61,12 @@ func TestWhyAPythonModelFailedCanBeHad(t *testing.T) {
 			_, err = cl.Compute(t.Context(), model, x)
 			failed, ok := errors.AsType[*client.Error](err)
 			require.True(t, ok, "%v", err)
-			said, err := program(t, exe, "info", "--server", address, "--call", failed.Call.String()).CombinedOutput()
+			said, err := program(t, "tensorferry", "info", "--server", address, "--call", failed.Call.String()).CombinedOutput()
 			require.NoError(t, err, "%s", said)
 			require.Regexp(t, why, string(said))
 		}
 	}
-	said, err := program(t, exe, "info", "--server", address, "--failures", "--json").Output()
+	said, err := program(t, "tensorferry", "info", "--server", address, "--failures", "--json").Output()
 	require.NoError(t, err)
 	require.Equal(t, 6, strings.Count(string(said), `"cause"`))
 }
@@ -151,8 +147,6 @@ func TestWorkersDieWithAServerThatIsKilled(t *testing.T) {
 }
 
 func TestAPythonModelThatCannotBeServedSaysWhy(t *testing.T) {
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
 	for model, want := range map[string]string{
 		"served:echo":     "use name=module:function",
 		"m=served":        "use name=module:function",
@@ -162,7 +156,7 @@ func TestAPythonModelThatCannotBeServedSaysWhy(t *testing.T) {
 	} {
 		t.Run(model, func(t *testing.T) {
 			args := append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, pythonArgs(t, model)...)
-			out, err := program(t, exe, args...).CombinedOutput()
+			out, err := program(t, "tensorferry", args...).CombinedOutput()
 			require.Error(t, err)
 			require.Contains(t, strings.TrimSpace(string(out)), want)
 		})

@@ -277,19 +277,11 @@ const startWait = 30 * time.Second
 // the match.
 func started(t *testing.T, text string, args ...string) (*exec.Cmd, []string) {
 	t.Helper()
-	exe, err := exec.LookPath("tensorferry")
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := program(t, exe, args...)
+	c := program(t, "tensorferry", args...)
 	out, err := c.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	c.Stderr = c.Stdout // one pipe for both
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Start())
 	t.Cleanup(func() { _ = c.Process.Kill() })                         // it has ended, unless the test failed
 	late := time.AfterFunc(startWait, func() { _ = c.Process.Kill() }) // which ends its output
 	defer late.Stop()
@@ -357,17 +349,13 @@ func TestUnderNohupAClosedTerminalIsIgnored(t *testing.T) {
 }
 
 // serving starts a server that ends with the test, and returns its address.
-func serving(t *testing.T) string {
+func serving(t *testing.T, flags ...string) string {
 	t.Helper()
 	exe, err := exec.LookPath("tensorferry")
-	if err != nil {
-		t.Fatal(err)
-	}
-	server, address, err := demo.Start(t.Context(), exe)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = server.Stop() })
+	require.NoError(t, err)
+	server, address, err := demo.Start(context.Background(), exe, flags...)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Stop()) })
 	return address
 }
 
@@ -375,23 +363,14 @@ func serving(t *testing.T) string {
 // pipe holds less.
 func fed(t *testing.T, args ...string) *exec.Cmd {
 	t.Helper()
-	exe, err := exec.LookPath("tensorferry")
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := program(t, exe, args...)
+	c := program(t, "tensorferry", args...)
 	stdin, err := c.StdinPipe() // never all
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	t.Cleanup(func() { _ = stdin.Close() }) // the command has ended
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Start())
 	for range 2 {
-		if _, err := stdin.Write(make([]byte, 200_000)); err != nil {
-			t.Fatal(err)
-		}
+		_, err = stdin.Write(make([]byte, 200_000))
+		require.NoError(t, err)
 	}
 	return c
 }
@@ -399,22 +378,17 @@ func fed(t *testing.T, args ...string) *exec.Cmd {
 // interrupted interrupts a command, which then ends with the code for that.
 func interrupted(t *testing.T, c *exec.Cmd) {
 	t.Helper()
-	if err := c.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Process.Signal(os.Interrupt))
 	var exit *exec.ExitError
-	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != fail.ExitInterrupted {
-		t.Errorf("ended with %v", err)
-	}
+	require.ErrorAs(t, c.Wait(), &exit)
+	require.Equal(t, fail.ExitInterrupted, exit.ExitCode())
 }
 
 // leftIn lists what is in a folder.
 func leftIn(t *testing.T, dir string) []os.DirEntry {
 	t.Helper()
 	left, err := os.ReadDir(dir)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return left
 }
 

@@ -72,9 +72,7 @@ func (o *operated) says(pattern string) []string {
 // operate starts a server and waits until it listens.
 func operate(t *testing.T, args ...string) *operated {
 	t.Helper()
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
-	o := &operated{t: t, cmd: program(t, exe, append([]string{"serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"}, args...)...)}
+	o := &operated{t: t, cmd: program(t, "tensorferry", append([]string{"serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0"}, args...)...)}
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed
@@ -86,9 +84,7 @@ func operate(t *testing.T, args ...string) *operated {
 // call opens a call that does not end, and returns when the server has it.
 func (o *operated) call() {
 	o.t.Helper()
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(o.t, err)
-	c := program(o.t, exe, "run", "echo", "--server", o.address, "--dtype", "int8", "--shape", "1000000",
+	c := program(o.t, "tensorferry", "run", "echo", "--server", o.address, "--dtype", "int8", "--shape", "1000000",
 		"--output", filepath.Join(o.t.TempDir(), "y"))
 	stdin, err := c.StdinPipe() // never the whole tensor
 	require.NoError(o.t, err)
@@ -274,9 +270,7 @@ func TestAServerThatOtherMachinesReachWarnsOfIt(t *testing.T) {
 
 func TestAServersLogIsJSONWhenAskedFor(t *testing.T) {
 	testkit.Start(t)
-	exe, err := exec.LookPath("tensorferry")
-	require.NoError(t, err)
-	o := &operated{t: t, cmd: program(t, exe, "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--log-format", "json", "-v")}
+	o := &operated{t: t, cmd: program(t, "tensorferry", "serve", "--listen", "127.0.0.1:0", "--metrics", "off", "--log-format", "json", "-v")}
 	o.cmd.Stderr = o
 	require.NoError(t, o.cmd.Start())
 	t.Cleanup(func() { _ = o.cmd.Process.Kill() }) // it has ended, unless the test failed

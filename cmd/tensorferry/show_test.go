@@ -1,40 +1,14 @@
 package main
 
 import (
-	"errors"
-	"os"
-	"os/exec"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/internal/cli/display"
-	"github.com/tensorferry/tensorferry/internal/cli/fail"
 )
 
 func TestAnInterruptedShowDoesNotWaitForItsInput(t *testing.T) {
-	exe, err := exec.LookPath("tensorferry")
-	if err != nil {
-		t.Fatal(err)
-	}
-	c := program(t, exe, "show", "-", "--dtype", "int8", "--shape", "1000000")
-	stdin, err := c.StdinPipe() // never the whole tensor
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer stdin.Close()
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
 	// More than a pipe holds: when it is written, show reads.
-	if _, err := stdin.Write(make([]byte, 200_000)); err != nil {
-		t.Fatal(err)
-	}
-	if err := c.Process.Signal(os.Interrupt); err != nil {
-		t.Fatal(err)
-	}
-	var exit *exec.ExitError
-	if err := c.Wait(); !errors.As(err, &exit) || exit.ExitCode() != fail.ExitInterrupted {
-		t.Errorf("ended with %v", err)
-	}
+	interrupted(t, fed(t, "show", "-", "--dtype", "int8", "--shape", "1000000"))
 }
 
 func TestAHistogramIsDrawnFromNothingToTheMost(t *testing.T) {
