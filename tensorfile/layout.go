@@ -106,7 +106,7 @@ func (l Layout) inOrder(d tensor.Desc, r io.Reader) io.Reader {
 	if !l.BigEndian {
 		return r
 	}
-	return &swapping{r: bufio.NewReaderSize(r, readAhead), unit: swapped(d.DType)}
+	return bufio.NewReaderSize(&swapping{r, swapped(d.DType)}, readAhead)
 }
 
 // reader returns the bytes of an array that data, which is borrowed, holds.
@@ -122,31 +122,24 @@ func (l Layout) reader(d tensor.Desc, data []byte) io.Reader {
 	return l.inOrder(d, columns.Reader(data, nil))
 }
 
-// swapping swaps the bytes of each unit that it reads.
+// swapping swaps the bytes of each unit that it reads, for a p of readAhead bytes.
 type swapping struct {
-	r     *bufio.Reader
-	unit  int
-	ready []byte // swapped, in the buffer of r
+	r    io.Reader
+	unit int
 }
 
 func (s *swapping) Read(p []byte) (int, error) {
-	if len(p) == 0 {
-		return 0, nil
-	}
-	if len(s.ready) == 0 {
-		if begun, err := s.r.Peek(s.unit); err != nil {
-			if errors.Is(err, io.EOF) && len(begun) > 0 {
-				err = io.ErrUnexpectedEOF
-			}
-			return 0, err
+	n, err := io.ReadAtLeast(s.r, p[:readAhead], s.unit)
+	if part := n % s.unit; part > 0 && err == nil { // of the last unit, whose rest is still to come
+		if _, err = io.ReadFull(s.r, p[n:n+s.unit-part]); errors.Is(err, io.EOF) {
+			err = io.ErrUnexpectedEOF
 		}
-		whole := s.r.Buffered() / s.unit * s.unit
-		s.ready, _ = s.r.Peek(whole) // it has as many
-		_, _ = s.r.Discard(whole)
-		swap(s.ready, s.unit)
+		n += s.unit - part
 	}
-	n := copy(p, s.ready)
-	s.ready = s.ready[n:]
+	if err != nil {
+		return 0, err
+	}
+	swap(p[:n], s.unit)
 	return n, nil
 }
 

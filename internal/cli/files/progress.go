@@ -196,24 +196,20 @@ type Bar struct {
 // Write counts the bytes of p. It never fails.
 func (b *Bar) Write(p []byte) (int, error) {
 	if b != nil {
-		b.add(int64(len(p)))
+		b.Set(b.moved + int64(len(p)))
 	}
 	return len(p), nil
 }
 
 // Set records that the first n bytes have moved, instead of Write.
 func (b *Bar) Set(n int64) {
-	if b != nil {
-		b.add(n - b.moved)
+	if b == nil || n == b.moved {
+		return
 	}
-}
-
-func (b *Bar) add(n int64) {
 	b.bars.mu.Lock()
 	defer b.bars.mu.Unlock()
-	b.moved += n
-	b.bars.moved += n
-	if b.moved == b.size && n > 0 {
+	b.bars.moved += n - b.moved
+	if b.moved = n; n == b.size {
 		b.bars.done++
 	}
 }
