@@ -68,7 +68,7 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 			if bytes.Equal(x, y) {
 				continue
 			}
-			abs, of := distance(valueOf(d.DType, x), valueOf(d.DType, y), d.DType.Whole())
+			abs, of := distance(d.DType, x, y)
 			if abs <= t.Abs+t.Rel*of {
 				continue
 			}
@@ -91,26 +91,24 @@ func Compare(d tensor.Desc, a, b io.Reader, t Tolerance, first int) (Comparison,
 	return c, nil
 }
 
-// distance is how far a is from b, 0 if they are equal and infinite if one of them is not
-// finite, and the magnitude of b.
-func distance(a, b value, whole bool) (abs, of float64) {
-	if whole {
-		size := float64(b.magnitude)
-		switch {
-		case a.negative != b.negative:
-			return float64(a.magnitude) + float64(b.magnitude), size
-		case a.magnitude < b.magnitude:
-			return float64(b.magnitude - a.magnitude), size
+// distance is how far the element at x is from that at y, 0 if they are equal and infinite if
+// one of them is not finite, and the magnitude of that at y.
+func distance(d tensor.DataType, x, y []byte) (abs, of float64) {
+	if d.Whole() {
+		a, b := wholeOf(d, x), wholeOf(d, y)
+		if less := a < b; less != (signed(d) && int64(a^b) < 0) { // of two signs it is the other way
+			a, b = b, a
 		}
-		return float64(a.magnitude - b.magnitude), size
+		return float64(a - b), math.Abs(partOf(d)(y))
 	}
-	if a.number == b.number || cmplx.IsNaN(a.number) && cmplx.IsNaN(b.number) {
+	a, b := complexOf(d, x), complexOf(d, y)
+	if a == b || cmplx.IsNaN(a) && cmplx.IsNaN(b) {
 		return 0, 0
 	}
-	for _, v := range []complex128{a.number, b.number} {
+	for _, v := range []complex128{a, b} {
 		if cmplx.IsNaN(v) || cmplx.IsInf(v) {
 			return math.Inf(1), 0
 		}
 	}
-	return min(cmplx.Abs(a.number-b.number), math.MaxFloat64), cmplx.Abs(b.number)
+	return min(cmplx.Abs(a-b), math.MaxFloat64), cmplx.Abs(b)
 }

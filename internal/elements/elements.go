@@ -50,29 +50,26 @@ func unexpected(err error) error {
 	return err
 }
 
-// value is an element: whole numbers are exact.
-type value struct {
-	negative  bool
-	magnitude uint64     // of a whole number
-	number    complex128 // of any other
+// wholeOf reads the whole number that b, which is borrowed, begins with: as an int64, if it may
+// be negative.
+func wholeOf(d tensor.DataType, b []byte) uint64 {
+	n := word(b, d.Bits()/8)
+	switch unused := 64 - d.Bits(); {
+	case signed(d):
+		return uint64(int64(n<<unused) >> unused)
+	case d == tensor.Bool:
+		return min(n, 1)
+	}
+	return n
 }
 
-// valueOf reads the element that b, which is borrowed, begins with.
-func valueOf(d tensor.DataType, b []byte) value {
-	switch width := d.Bits() / 8; {
-	case signed(d):
-		unused := 64 - d.Bits()
-		n := int64(word(b, width)<<unused) >> unused
-		return value{negative: n < 0, magnitude: uint64(max(n, -n))}
-	case d == tensor.Bool:
-		return value{magnitude: uint64(min(b[0], 1))}
-	case d.Whole():
-		return value{magnitude: word(b, width)}
-	case paired(d):
-		part := partOf(d)
-		return value{number: complex(part(b), part(b[width/2:]))}
+// complexOf reads any other number.
+func complexOf(d tensor.DataType, b []byte) complex128 {
+	part := partOf(d)
+	if paired(d) {
+		return complex(part(b), part(b[d.Bits()/16:]))
 	}
-	return value{number: complex(partOf(d)(b), 0)}
+	return complex(part(b), 0)
 }
 
 // paired reports whether an element has a real and an imaginary part.
@@ -135,7 +132,7 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 		}
 		return strconv.FormatFloat(n, 'g', -1, precision(d))
 	}
-	n := valueOf(d, b).number
+	n := complexOf(d, b)
 	if paired(d) {
 		return json.RawMessage("[" + part(real(n)) + "," + part(imag(n)) + "]")
 	}
@@ -144,17 +141,16 @@ func JSON(d tensor.DataType, b []byte) json.RawMessage {
 
 // Text returns the element that b, which is borrowed, begins with as people read it, exactly.
 func Text(d tensor.DataType, b []byte) string {
-	v := valueOf(d, b)
 	switch {
 	case d == tensor.Bool:
-		return strconv.FormatBool(v.magnitude == 1)
-	case v.negative:
-		return "-" + strconv.FormatUint(v.magnitude, 10)
+		return strconv.FormatBool(wholeOf(d, b) == 1)
+	case signed(d):
+		return strconv.FormatInt(int64(wholeOf(d, b)), 10)
 	case d.Whole():
-		return strconv.FormatUint(v.magnitude, 10)
+		return strconv.FormatUint(wholeOf(d, b), 10)
 	case paired(d):
-		text := strconv.FormatComplex(v.number, 'g', -1, 2*precision(d))
+		text := strconv.FormatComplex(complexOf(d, b), 'g', -1, 2*precision(d))
 		return text[1 : len(text)-1] // without the parentheses
 	}
-	return strconv.FormatFloat(real(v.number), 'g', -1, precision(d))
+	return strconv.FormatFloat(partOf(d)(b), 'g', -1, precision(d))
 }
