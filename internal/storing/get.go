@@ -32,8 +32,7 @@ type get struct {
 	ended  chan struct{} // closed with the call
 	chunk  int64         // bytes, of the chunks to send
 	pieces int           // views that a tensor may have shared; a view may be a copy
-	all    []picked      // what the selections pick; belongs to run, as globs
-	globs  []bool        // which selections are
+	all    []picked      // what the selections pick; belongs to run
 	most   int           // tensors whose Summary is not sent
 
 	// Guarded by the session's lock.
@@ -192,7 +191,7 @@ func (g *get) pick() error {
 		_, seen, _ = sets.Changed(math.MaxInt64)
 	}
 	for i := range g.list {
-		if err := g.pickFor(i); err != nil {
+		if err := g.pickFor(g.ctx, i); err != nil {
 			return err
 		}
 	}
@@ -207,28 +206,20 @@ func (g *get) pick() error {
 		if seen = now; len(changed) == 0 {
 			break
 		}
-		if err := g.pickAgain(ctx, changed); err != nil {
+		if err := cmp.Or(g.pickAgain(ctx, changed), context.Cause(ctx)); err != nil {
 			return err
-		}
-	}
-	found := make([]bool, len(g.list))
-	for _, p := range g.all {
-		found[p.at] = true
-	}
-	for i := range g.list {
-		if name := g.list[i].Name; !found[i] {
-			if err := g.add(picked{at: i, name: name, sel: &g.list[i], err: fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, name)}); err != nil {
-				return err
-			}
 		}
 	}
 	slices.SortStableFunc(g.all, func(a, b picked) int { return cmp.Or(cmp.Compare(a.at, b.at), strings.Compare(a.name, b.name)) })
 	return nil
 }
 
+// isGlob reports whether a name may be a glob.
+func isGlob(name string) bool { return strings.ContainsAny(name, "*?[") }
+
 // pickFor picks what a selection selects now: the tensor of its name or, if there is none and it
 // may be a glob, all that match it.
-func (g *get) pickFor(i int) error {
+func (g *get) pickFor(ctx context.Context, i int) error {
 	p := picked{at: i, name: g.list[i].Name, sel: &g.list[i]}
 	switch {
 	case p.sel.Source:
@@ -237,67 +228,68 @@ func (g *get) pickFor(i int) error {
 		p.err = ErrNoStore
 		return g.add(p)
 	}
-	there, err := g.pickName(i, p.name)
-	if g.globs[i] = !there && strings.ContainsAny(p.name, "*?["); err != nil || !g.globs[i] {
+	found, err := g.pickName(ctx, i, p.name)
+	if err == nil && !found && isGlob(p.name) {
+		for info, failed := range store.Each(ctx, g.service.Store, p.name) {
+			there := failed == nil
+			switch {
+			case !there:
+				p.err = failed
+				return g.add(p)
+			case len(g.all) >= pinned:
+				err = g.add(picked{at: i, name: info.Name, sel: &frame.Selection{Name: info.Name}, was: info})
+			default:
+				there, err = g.pickName(ctx, i, info.Name) // it may be deleted meanwhile
+			}
+			if found = found || there; err != nil {
+				return err
+			}
+		}
+	}
+	if err != nil || found {
 		return err
 	}
-	for info, err := range store.Each(g.ctx, g.service.Store, p.name) {
-		if err != nil {
-			p.err = err
-			return g.add(p)
+	p.err = fmt.Errorf("%w: no tensor matches %q", store.ErrNotFound, p.name)
+	return g.add(p)
+}
+
+// pickAgain picks again for the selections that select any of these names.
+func (g *get) pickAgain(ctx context.Context, changed []string) error {
+	var turn background.Turn
+	defer turn.End()
+	for i, sel := range g.list {
+		pattern, bad := glob.Parse(sel.Name)
+		again := false
+		for _, name := range changed {
+			if err := turn.Work(ctx); err != nil {
+				return err
+			}
+			again = again || name == sel.Name || bad == nil && isGlob(sel.Name) && pattern.Match(name)
 		}
-		if _, err := g.pickName(i, info.Name); err != nil { // it may be deleted meanwhile
+		turn.End()
+		if sel.Source || !again {
+			continue
+		}
+		g.all = slices.DeleteFunc(g.all, func(p picked) bool {
+			if p.at == i {
+				g.release(&p)
+			}
+			return p.at == i
+		})
+		if err := g.pickFor(ctx, i); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// pickAgain picks the tensors of these names again, which may be others now.
-func (g *get) pickAgain(ctx context.Context, changed []string) error {
-	slices.Sort(changed)
-	changed = slices.Compact(changed)
-	g.all = slices.DeleteFunc(g.all, func(p picked) bool {
-		_, again := slices.BinarySearch(changed, p.name)
-		if again = again && !p.sel.Source; again {
-			g.release(&p)
-		}
-		return again
-	})
-	var turn background.Turn
-	defer turn.End()
-	for i, sel := range g.list {
-		var pattern *glob.Glob
-		if g.globs[i] {
-			pattern, _ = glob.Parse(sel.Name) // it is valid: it has matched
-		}
-		for _, name := range changed {
-			if name != sel.Name || sel.Source {
-				if pattern == nil {
-					continue
-				}
-				if err := turn.Work(ctx); err != nil {
-					return err
-				}
-				if !pattern.Match(name) {
-					continue
-				}
-			}
-			if _, err := g.pickName(i, name); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
 // pickName picks a tensor of a selection, if it is there.
-func (g *get) pickName(i int, name string) (there bool, err error) {
+func (g *get) pickName(ctx context.Context, i int, name string) (there bool, err error) {
 	p := picked{at: i, name: name, sel: &g.list[i]}
 	if name != p.sel.Name { // Held is of that one
 		p.sel = &frame.Selection{Name: name}
 	}
-	if p.reader, p.err = g.service.Store.Open(g.ctx, name); errors.Is(p.err, store.ErrNotFound) {
+	if p.reader, p.err = g.service.Store.Open(ctx, name); errors.Is(p.err, store.ErrNotFound) {
 		return false, nil
 	}
 	return true, g.add(p)
@@ -356,7 +348,7 @@ func (g *get) reopen(p *picked) (r store.Reader, err error) {
 	if r, err = g.service.find(g.ctx, p.sel); err != nil || p.sel.Source {
 		return r, err
 	}
-	if now := r.Info(); !now.Stored.Equal(p.was.Stored) || now.Digest != p.was.Digest {
+	if now := r.Info(); !now.Stored.Equal(p.was.Stored) || !p.was.Digest.IsZero() && now.Digest != p.was.Digest {
 		r.Release()
 		return nil, frame.Because(reason.TensorReplaced, "tensor %q was replaced since the pull began; pull again", p.name)
 	}

@@ -129,7 +129,7 @@ func (s *Service) Task(on *serving.Session, m *stream.Machine, _ stream.Instant,
 		return &put{task: t, all: part.Put.All, slots: make(chan struct{}, commits), next: make(chan *incoming), tensors: make(map[tensor.ID]*incoming)}
 	}
 	g := &get{
-		task: t, list: part.Get.Selections, globs: make([]bool, len(part.Get.Selections)), most: feedTensors,
+		task: t, list: part.Get.Selections, most: feedTensors,
 		sizes: make(map[tensor.ID]int64), lost: make(map[tensor.ID]error), news: make(session.News, 1), ended: make(chan struct{}),
 	}
 	if on.OneWay() { // one after the other
