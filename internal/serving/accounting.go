@@ -35,20 +35,13 @@ type counts struct {
 	callsUnary            atomic.Int64        // outside sessions
 	seconds               metrics.CallSeconds // of calls, by model
 
-	mu            sync.Mutex // guards all below
-	models        map[string]struct{}
-	openTransfers map[string]int64 // by kind
-	ended         tally            // calls, by model
-	transferBytes tally            // by kind
-	endedTensors  tally            // by kind
-	endedRPCs     tally            // by service
+	mu     sync.Mutex // guards all below
+	models map[string]struct{}
+	sums   metrics.Values // its maps
 }
 
-// tally counts what has ended.
-type tally map[metrics.Outcome]int64
-
-// add adds n to what a tally of c has for an outcome.
-func (c *counts) add(to tally, of, code string, n int64) {
+// add adds n to one of the sums.
+func (c *counts) add(to map[metrics.Outcome]int64, of, code string, n int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	to[metrics.Outcome{Of: of, Code: code}] += n
@@ -65,10 +58,10 @@ func (c *counts) watch(name string, here bool) {
 	}
 	delete(c.models, name)
 	c.seconds.DeleteLabelValues(name)
-	for o, n := range c.ended {
+	for o, n := range c.sums.Ended {
 		if o.Of == name {
-			delete(c.ended, o)
-			c.ended[metrics.Outcome{Code: o.Code}] += n
+			delete(c.sums.Ended, o)
+			c.sums.Ended[metrics.Outcome{Code: o.Code}] += n
 		}
 	}
 }
@@ -80,7 +73,7 @@ func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 	if _, here := c.models[model]; !here {
 		model = ""
 	}
-	c.ended[metrics.Outcome{Of: model, Code: code.String()}]++
+	c.sums.Ended[metrics.Outcome{Of: model, Code: code.String()}]++
 	if took > 0 {
 		c.seconds.WithLabelValues(model).Observe(took.Seconds())
 	}
@@ -90,21 +83,21 @@ func (c *counts) callEnded(model string, code frame.Code, took time.Duration) {
 func (c *counts) transferOpen(k Direction, n int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.openTransfers[string(k)] += n
+	c.sums.OpenTransfers[string(k)] += n
 }
 
 // TransferEnded counts the payload that a push or a pull has moved.
 func (c *counts) TransferEnded(k Direction, code frame.Code, bytes int64) {
-	c.add(c.transferBytes, string(k), code.String(), bytes)
+	c.add(c.sums.TransferBytes, string(k), code.String(), bytes)
 }
 
 // TensorsEnded counts n tensors of a push or a pull.
 func (c *counts) TensorsEnded(k Direction, code frame.Code, n int64) {
-	c.add(c.endedTensors, string(k), code.String(), n)
+	c.add(c.sums.EndedTensors, string(k), code.String(), n)
 }
 
 // RPCEnded counts an RPC of a service.
-func (c *counts) RPCEnded(service, code string) { c.add(c.endedRPCs, service, code, 1) }
+func (c *counts) RPCEnded(service, code string) { c.add(c.sums.EndedRPCs, service, code, 1) }
 
 // Panicked counts and logs a panic of a handler. It is called while the panic unwinds.
 func (c *Core) Panicked(p any) {
@@ -143,10 +136,10 @@ func (c *Core) Values() metrics.Values {
 			v.ModelGauges[metrics.Gauge{Model: m.Name, Name: g.Name}] = g.Value
 		}
 	}
-	n := &c.counts
-	n.mu.Lock()
-	defer n.mu.Unlock()
-	v.Ended, v.OpenTransfers, v.TransferBytes = maps.Clone(n.ended), maps.Clone(n.openTransfers), maps.Clone(n.transferBytes)
-	v.EndedTensors, v.EndedRPCs = maps.Clone(n.endedTensors), maps.Clone(n.endedRPCs)
+	c.counts.mu.Lock()
+	defer c.counts.mu.Unlock()
+	n := &c.sums
+	v.Ended, v.OpenTransfers, v.TransferBytes = maps.Clone(n.Ended), maps.Clone(n.OpenTransfers), maps.Clone(n.TransferBytes)
+	v.EndedTensors, v.EndedRPCs = maps.Clone(n.EndedTensors), maps.Clone(n.EndedRPCs)
 	return v
 }

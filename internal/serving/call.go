@@ -361,13 +361,8 @@ func timings(st engine.Stats) frame.Timings {
 	return frame.Timings{Queue: int64(st.Queue), H2D: int64(st.H2D), Compute: int64(st.Compute), D2H: int64(st.D2H)}
 }
 
-// Failed records why a call of the session failed.
-func (s *Session) Failed(id tensor.ID, model string, code frame.Code, err error) {
-	s.core.failed(s.Values, id, model, code, err)
-}
-
-// failed records why a call of ctx's RPC failed.
-func (c *Core) failed(ctx context.Context, id tensor.ID, model string, code frame.Code, err error) {
+// Failed records why a call of ctx's RPC failed.
+func (c *Core) Failed(ctx context.Context, id tensor.ID, model string, code frame.Code, err error) {
 	c.Failures.Add(failures.Failure{At: time.Now(), Call: id, Principal: c.PrincipalOf(ctx), Model: model, Code: code}, err)
 }
 
@@ -379,7 +374,7 @@ func (c *call) finish(d frame.Done, err error) {
 	}
 	why := ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
-		c.session.Failed(c.id, c.model, why.Code, err)
+		c.session.core.Failed(c.session.Values, c.id, c.model, why.Code, err)
 	}
 	c.session.Do(func(m *stream.Machine, _ stream.Instant) {
 		d.Call, d.Code, d.Message, d.RetryAfterMillis, d.Reason = c.id, why.Code, why.Text, why.RetryMillis, why.Reason

@@ -240,7 +240,7 @@ func (r *Run) end(err error) error {
 	why := ExplainCall(err)
 	if why.Secret {
 		why.Text = fmt.Sprintf("%s (call %s)", why.Text, r.id) // a caller without a session has no other way to learn it
-		r.core.failed(r.ctx, r.id, r.model, why.Code, err)
+		r.core.Failed(r.ctx, r.id, r.model, why.Code, err)
 	}
 	r.core.callEnded(r.model, why.Code, time.Since(r.began))
 	return why

@@ -96,8 +96,10 @@ func New(cfg Config) *Core {
 		Config:   cfg, models: models{told: cfg.Health, all: make(map[string]*modelState)},
 		sessions: make(map[*Session]struct{}),
 		counts: counts{
-			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), openTransfers: map[string]int64{string(Push): 0, string(Pull): 0},
-			ended: make(tally), transferBytes: make(tally), endedTensors: make(tally), endedRPCs: make(tally),
+			seconds: metrics.NewCallSeconds(), models: make(map[string]struct{}), sums: metrics.Values{
+				OpenTransfers: map[string]int64{string(Push): 0, string(Pull): 0}, Ended: make(map[metrics.Outcome]int64),
+				TransferBytes: make(map[metrics.Outcome]int64), EndedTensors: make(map[metrics.Outcome]int64), EndedRPCs: make(map[metrics.Outcome]int64),
+			},
 		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())

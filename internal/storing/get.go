@@ -91,7 +91,7 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 			if g.damaged++; g.damaged > damagesListed {
 				break
 			}
-			g.session.Failed(g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
+			g.service.Failed(g.session.Values, g.id, "", e.Code, fmt.Errorf("tensor %q is damaged, in the store or on its way: %s", e.Desc.Name, e.Text))
 		}
 	case stream.EventSummed:
 		g.unsummed--
