@@ -46,7 +46,7 @@ var mutants = []struct{ name, file, text, instead string }{
 	{"handlers of signals are left as they are", "driver.go", "n := C.tf_signals_restore()", "n := C.int(0)"},
 	{"the last word is left out", "models.go", "uint64(bytes+7) / 8", "uint64(bytes) / 8"},
 	{"a lane is one residual too small", "stack.go", "(2 + residuals) * size(rows)", "(1 + residuals) * size(rows)"},
-	{"the activation of the next layer is lost", "stack.go", "c.linear(s, a)", "c.linear(s, kernels.None)"},
+	{"the activation of the next layer is lost", "stack.go", "a = activations[m.Steps[i].Activation]", "a = kernels.None"},
 	{"each piece of a weight lands at its beginning", "stack.go", "w.at+C.CUdeviceptr(at)", "w.at"},
 	{"a residual is added to another", "stack.go", "p.depth--\n", ""},
 	{"a lane that grows keeps what it had", "driver.c", "TRY(MemFree, l->memory);\n\t}", "}"},
