@@ -83,23 +83,12 @@ func (g *guest) stop(why error) {
 	}
 }
 
-// endWithHost asks the guest to end when the host is closed, and kills it if it does not. It
-// returns when the guest is over.
-func (g *guest) endWithHost(over <-chan struct{}) {
-	select {
-	case <-over:
-		return
-	case <-g.host.ctx.Done():
-	}
-	_ = g.socket.CloseWrite() // it is asked to end
+// endWithHost asks the guest to end, when the host is closed, and kills it if it does not.
+func (g *guest) endWithHost() {
+	_ = g.socket.CloseWrite()
 	g.host.mu.Lock()
-	wait := g.host.cfg.end
-	g.host.mu.Unlock()
-	select {
-	case <-over:
-	case <-time.After(wait):
-		g.stop(nil)
-	}
+	defer g.host.mu.Unlock()
+	time.AfterFunc(g.host.cfg.end, func() { g.stop(nil) }) // that has no effect where it has ended
 }
 
 // killGroup kills what the process has started. The process itself has not been waited for, so

@@ -1,6 +1,7 @@
 package worker
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -107,17 +108,14 @@ func (p *process) live() error {
 		}
 		talked <- err
 	}()
-	exited := make(chan struct{})
-	h.all.Go(func() { g.endWithHost(exited) })
+	defer context.AfterFunc(h.ctx, g.endWithHost)()
 	await(cmd.Process.Pid)
 	g.killGroup()
 	failed := cmd.Wait()
-	close(exited)
 	said.Close()
 	// Its children may have the socket, and so the memory, for a moment.
-	late := time.AfterFunc(drainWait, g.conn.Close)
+	time.AfterFunc(drainWait, g.conn.Close)
 	broke := <-talked
-	late.Stop()
 	g.conn.Close()
 	cause := p.cause(g, broke, failed)
 	h.leave(g, cause)
@@ -160,7 +158,7 @@ func (p *process) attached() {
 	h := p.host
 	defer close(h.ended)
 	g := newGuest(p, h.cfg.Socket, os.Getppid(), nil)
-	h.all.Go(func() { g.endWithHost(g.conn.Done()) })
+	defer context.AfterFunc(h.ctx, g.endWithHost)()
 	err := p.cause(g, g.talk(), nil)
 	g.conn.Close()
 	h.leave(g, err)

@@ -148,9 +148,6 @@ func (c *Conn) Shutdown() {
 	_ = c.socket.CloseWrite()
 }
 
-// Done is closed by Close.
-func (c *Conn) Done() <-chan struct{} { return c.ctx.Done() }
-
 // Recv returns the next message that is not about memory, with its JSON, long or not. io.EOF is the end of the
 // guest. After any error the link is of no use: close it.
 func (c *Conn) Recv() (Message, error) {
