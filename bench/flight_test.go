@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/apache/arrow-go/v18/arrow/flight"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/tensorferry/tensorferry/bench/measure"
@@ -73,9 +74,7 @@ func record(t *testing.T, sums bool) (source []byte, p *tape) {
 	source, p = testSource(320), new(tape)
 	l := newFlightLink(p, nil, len(source), sums)
 	for c := range slices.Chunk(source, 100) {
-		if err := l.Send(c); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, l.Send(c))
 	}
 	if len(p.all) != 5 {
 		t.Fatalf("%d messages, want 5", len(p.all))

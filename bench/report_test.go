@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/tensorferry/tensorferry/bench/measure"
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/internal/bench"
@@ -39,9 +41,7 @@ func testReport() *Report {
 func TestWhatIsWrittenIsReadBack(t *testing.T) {
 	r, folder := testReport(), filepath.Join(t.TempDir(), "new")
 	var out bytes.Buffer
-	if err := write(r, &out, folder, "peers"); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, write(r, &out, folder, "peers"))
 	if !bytes.Equal(out.Bytes(), r.page()) {
 		t.Error("the page was not printed")
 	}
@@ -62,15 +62,11 @@ func compareResults(t *testing.T, folder string) {
 	t.Helper()
 	read := func(name string) []byte {
 		data, err := os.ReadFile(filepath.Join(folder, name))
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return data
 	}
 	var r Report
-	if err := json.Unmarshal(read("peers.json"), &r); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, json.Unmarshal(read("peers.json"), &r))
 	if !bytes.Equal(read("peers.md"), r.page()) {
 		t.Errorf("the page in %s is not that of peers.json; write them with make bench-peers-results", folder)
 	}
@@ -88,9 +84,7 @@ func TestTheBestBatchOfEachTakesPart(t *testing.T) {
 	c := measure.Smoke()
 	c.Size = 1 << 20
 	batches, err := sweep(t.Context(), c, both, languages("", ""))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	best := map[bench.Op][]string{}
 	for _, b := range batches {
 		if b.Best {

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/tensorferry/tensorferry/internal/bench"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -28,9 +30,7 @@ func TestMemoryMeasureStreamsThroughTwoProcesses(t *testing.T) {
 	testkit.Start(t)
 	for _, network := range []string{"tcp", "unix"} {
 		rows, err := quietBench.PeakMemory(t.Context(), network, 8*bench.MemoryBlock)
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		if s := rows[0].Samples[0]; rows[0].Bytes != 8*bench.MemoryBlock || s.Server < 1<<20 || s.Client < 1<<20 {
 			t.Errorf("%s: %+v", network, rows)
 		}

@@ -450,21 +450,15 @@ func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
 	args := []string{"push", "--server", server, "--dtype", "int8", "--shape", "1000000"}
 	for i := range 400 { // half a second
 		file := filepath.Join(dir, strconv.Itoa(i))
-		if err := errors.Join(os.WriteFile(file, nil, 0o600), os.Truncate(file, 1_000_000)); err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, errors.Join(os.WriteFile(file, nil, 0o600), os.Truncate(file, 1_000_000)))
 		args = append(args, file)
 	}
 	cl, err := client.Dial(server, client.Config{})
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer cl.Close()
 	stored := func() (names []string) {
 		list, _, err := cl.List(t.Context(), "")
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		for _, s := range list {
 			names = append(names, s.Name)
 		}
@@ -473,9 +467,7 @@ func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
 	var out bytes.Buffer
 	c := program(t, "tensorferry", args...)
 	c.Stdout = &out
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Start())
 	testkit.Eventually(t, func() bool { return len(stored()) > 32 }, "the first tensors: as many may be on their way")
 	interrupted(t, c)
 	there := stored()
@@ -492,9 +484,7 @@ func TestAnInterruptedPushSaysWhatIsStored(t *testing.T) {
 func TestAnInterruptedPullLeavesNoFile(t *testing.T) {
 	dir := t.TempDir()
 	c := program(t, "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t), "-o", filepath.Join(dir, "x.npy"))
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Start())
 	testkit.Eventually(t, func() bool {
 		left := leftIn(t, dir)
 		if len(left) == 0 {
@@ -512,12 +502,8 @@ func TestAnInterruptedPullLeavesNoFile(t *testing.T) {
 func TestAPullIntoAPipeThatNobodyReadsCanBeInterrupted(t *testing.T) {
 	c := program(t, "tensorferry", "pull", "--source", "gen", "-p", "shape=1000000000", "--server", serving(t))
 	out, err := c.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
+	require.NoError(t, c.Start())
 	if _, err := out.Read(make([]byte, 1)); err != nil {
 		t.Fatal(err)
 	}
@@ -530,18 +516,12 @@ func TestACopyToAServerThatSaysNothingCanBeInterrupted(t *testing.T) {
 		t.Fatalf("%v: %s", err, out)
 	}
 	mute, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer mute.Close()
 	c := program(t, "tensorferry", "cp", "x", "y", "--server", server, "--to", mute.Addr().String())
-	if err := c.Start(); err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, c.Start())
 	conn, err := mute.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	defer conn.Close()
 	interrupted(t, c)
 }

@@ -14,6 +14,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/enginetest"
@@ -478,9 +480,7 @@ func TestRunsOnADeviceThatFailsAndIsLostEndInOneWay(t *testing.T) {
 		var callers, losses sync.WaitGroup
 		for name, c := range cases {
 			m, err := l.Model(c.made(1 + rng.Int64N(9)))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			seed, chunk := rng.Uint64(), 1+rng.Int64N(500)
 			callers.Go(func() {
 				want, err := c.want(c.in)
@@ -590,22 +590,16 @@ func (d *by) idle(t *testing.T) {
 func (d *by) opened(ctx context.Context, t *testing.T, where blocks.Results) engine.Run {
 	t.Helper()
 	m, err := d.Model(plusOne(where)(1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r, err := m.Open(ctx, enginetest.Call(m, []tensor.Tensor{matrix(300, 9)}, nil, 9))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	return r
 }
 
 func fill(t *testing.T, r engine.Run) {
 	t.Helper()
 	b, err := r.Borrow(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	r.Filled(b)
 }
 
@@ -635,9 +629,7 @@ var stages = map[string]func(t *testing.T, d *by, r engine.Run) (late func()){
 		fill(t, r)
 		done(<-d.started)
 		o, err := r.Next(t.Context())
-		if err != nil {
-			t.Fatal(err)
-		}
+		require.NoError(t, err)
 		return o.Release
 	},
 }
@@ -700,9 +692,7 @@ func TestALossAtEachStageEndsTheRunAndLateWordsAreIgnored(t *testing.T) {
 				fill(t, again)
 				done(<-d.started)
 				o, err := again.Next(t.Context())
-				if err != nil {
-					t.Fatal(err)
-				}
+				require.NoError(t, err)
 				o.Release()
 				if err := again.Close(); err != nil {
 					t.Error(err)
@@ -717,9 +707,7 @@ func TestALostDeviceOpensNothingAndTellsItsModelsHealth(t *testing.T) {
 	testkit.Start(t)
 	d := byHand()
 	m, err := d.Model(plusOne(blocks.Own)(1))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	w, ok := engine.As[engine.HealthWatcher](enginetest.Named("other", m))
 	if !ok {
 		t.Fatal("the model has no health")
@@ -772,9 +760,7 @@ func TestInputMemoryIsLentAgainBeforeTheResultsAreThere(t *testing.T) {
 		}
 		for range works {
 			o, err := r.Next(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			o.Release()
 		}
 		done(<-d.started)                 // there is memory for its results now,
@@ -895,13 +881,9 @@ func TestACallWithoutMemoryFailsAndHoldsNone(t *testing.T) {
 		l.Engine = blocks.New(blocks.Config{Name: "late:0", Device: l, Pool: l.pool, Budget: l.budget})
 		for name, c := range cases {
 			m, err := l.Model(c.made(3))
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			want, err := c.want(c.in)
-			if err != nil {
-				t.Fatal(err)
-			}
+			require.NoError(t, err)
 			got, err := enginetest.Compute(t.Context(), m, c.in, nil, 100, rng.Uint64())
 			if err == nil {
 				err = enginetest.Equal(got, want)

@@ -6,6 +6,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -69,9 +70,7 @@ func TestModelsRunInMemoryOfAnotherKind(t *testing.T) {
 			enginetest.Run(t, enginetest.Case{
 				New: func(testing.TB, int64) enginetest.Subject {
 					made, err := l.Model(c.made(7))
-					if err != nil {
-						t.Fatal(err)
-					}
+					require.NoError(t, err)
 					return enginetest.Subject{Model: made, Idle: func() error { l.idle(t); return nil }}
 				},
 				Inputs: c.in, Want: c.want,
@@ -92,18 +91,12 @@ func TestABlockIsFilledThroughItsFile(t *testing.T) {
 	l.pool = slab.NewPool(0, m)
 	l.Engine = blocks.New(blocks.Config{Name: "late:0", Device: l, Pool: l.pool, Budget: l.budget})
 	made, err := l.Model(plusOne(blocks.Own)(3))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	in := []tensor.Tensor{matrix(3, 9)}
 	r, err := made.Open(t.Context(), enginetest.Call(made, in, nil, 27))
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	b, err := r.Borrow(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	if _, err := unix.Pwrite(m.file(b.In[0]), in[0].Data, 0); err != nil { // as another process would
 		t.Fatal(err)
 	}
@@ -113,9 +106,7 @@ func TestABlockIsFilledThroughItsFile(t *testing.T) {
 		t.Fatal(err)
 	}
 	want, err := plusOneOf(in)
-	if err != nil {
-		t.Fatal(err)
-	}
+	require.NoError(t, err)
 	got := make([]byte, 27)
 	if _, err := unix.Pread(m.file(o.Data), got, 0); err != nil {
 		t.Fatal(err)
