@@ -49,14 +49,14 @@ func pack(name string, data []byte, chunkBytes int) *parcel {
 func ten(name string) *parcel { return pack(name, []byte("0123456789"), 4) }
 
 // chunk cuts chunk i.
-func (p *parcel) chunk(i int) *pb.Chunk {
-	n := int(p.desc.ChunkBytes)
-	return sealed(p.desc.TensorId, uint32(i), p.data[i*n:min((i+1)*n, len(p.data))])
+func (p *parcel) chunk(i uint32) *pb.Chunk {
+	at, n := int(i)*int(p.desc.ChunkBytes), int(p.desc.ChunkBytes)
+	return sealed(p.desc.TensorId, i, p.data[at:min(at+n, len(p.data))])
 }
 
-func (p *parcel) count() int {
+func (p *parcel) count() uint32 {
 	n := int(p.desc.ChunkBytes)
-	return max(1, (len(p.data)+n-1)/n)
+	return uint32(max(1, (len(p.data)+n-1)/n))
 }
 
 // sealed is a chunk with the checksum that belongs to it, in CRC-32C.
@@ -132,7 +132,7 @@ func (p *pusher) announce(list ...*parcel) {
 func (p *pusher) chunk(c *pb.Chunk) { p.t.Helper(); p.send(&pb.Frame{Chunk: c}) }
 
 // deliver sends every chunk from the given one on.
-func (p *pusher) deliver(o *parcel, from int) {
+func (p *pusher) deliver(o *parcel, from uint32) {
 	p.t.Helper()
 	for i := from; i < o.count(); i++ {
 		p.chunk(o.chunk(i))
@@ -626,7 +626,7 @@ func TestAPushThatFailsEarlyIsToldBeforeItHasSentAll(t *testing.T) {
 	sent := 0
 	for err := error(nil); err == nil; sent++ {
 		require.Less(t, sent, 1<<20, "the server takes chunks of a tensor that it refused")
-		err = p.stream.Send(&pb.Frame{Chunk: o.chunk(sent % 64)})
+		err = p.stream.Send(&pb.Frame{Chunk: o.chunk(uint32(sent % 64))})
 	}
 	s := p.summary(o)
 	require.Equal(t, codes.InvalidArgument, codes.Code(s.GetCode()))
@@ -663,7 +663,7 @@ func TestAPushCutInTheMiddleLeavesNothing(t *testing.T) {
 			whole, half, none := ten("whole"), pack("half", make([]byte, 8*mib), mib), ten("none")
 			p.announce(whole, half, none)
 			p.deliver(whole, 0)
-			for i := range 4 {
+			for i := range uint32(4) {
 				p.chunk(half.chunk(i))
 			}
 			state := func() *pb.GetTransferResponse {

@@ -243,24 +243,17 @@ func (r *raw) sum(id []byte, index uint32, data []byte) uint32 {
 	return crc32.Update(crc32.Checksum(named, table), table, data)
 }
 
-// offer is a call with one input, and the input's bytes.
+// offer is a call with one input.
 type offer struct {
 	call *pb.Call
-	desc *pb.TensorDesc
-	data []byte
+	*parcel
 }
 
 // offering makes a call of a model with a uint8 vector as its input.
 func offering(model string, data []byte, chunkBytes int) *offer {
-	id, call := newID(), newID()
-	return &offer{
-		call: &pb.Call{Id: call, Model: model, Inputs: []*pb.Input{{Port: "x", TensorId: id}}},
-		desc: &pb.TensorDesc{
-			TensorId: id, Dtype: pb.DataType_DATA_TYPE_UINT8, Shape: []int64{int64(len(data))},
-			SizeBytes: uint64(len(data)), ChunkBytes: uint32(chunkBytes), CallId: call, Port: "x",
-		},
-		data: data,
-	}
+	x, call := pack("", data, chunkBytes), newID()
+	x.desc.CallId, x.desc.Port = call, "x"
+	return &offer{&pb.Call{Id: call, Model: model, Inputs: []*pb.Input{{Port: "x", TensorId: x.desc.TensorId}}}, x}
 }
 
 // as gives the input another data type and shape.
@@ -269,15 +262,11 @@ func (o *offer) as(d pb.DataType, shape ...int64) *offer {
 	return o
 }
 
-func (o *offer) count() uint32 {
-	return uint32(max(1, (uint64(len(o.data))+uint64(o.desc.ChunkBytes)-1)/uint64(o.desc.ChunkBytes)))
-}
-
 // chunk cuts chunk i.
 func (r *raw) chunk(o *offer, i uint32) *pb.Chunk {
-	off := int(i) * int(o.desc.ChunkBytes)
-	data := o.data[off:min(off+int(o.desc.ChunkBytes), len(o.data))]
-	return &pb.Chunk{TensorId: o.desc.TensorId, Index: i, Checksum: r.sum(o.desc.TensorId, i, data), Data: data}
+	c := o.chunk(i)
+	c.Checksum = r.sum(c.TensorId, i, c.Data)
+	return c
 }
 
 // open sends call and desc in one frame.
