@@ -68,7 +68,7 @@ func loop(t *testing.T, c *client.Client, rows, width int, next, writes bool, fi
 	request := client.Request{Model: "echo", Inputs: []client.Input{in}, Timeout: 30 * time.Second}
 	var written bytes.Buffer
 	if writes {
-		to := writerFunc(func(p []byte) (int, error) {
+		to := writer(func(p []byte) (int, error) {
 			n, err := written.Write(p)
 			arrived <- int64(written.Len())
 			return n, err

@@ -177,7 +177,7 @@ func TestWhatTheCallerHasOfAResultIsNotRepeated(t *testing.T) {
 			r := client.Request{Model: "once", Inputs: []client.Input{client.FromReader("x", x.Desc, &waitsAt{Reader: bytes.NewReader(x.Data), at: 2 * mib, until: hold})}}
 			if name == "a writer" {
 				r.Results = map[string]client.Sink{"y": client.Writer(func(tensor.Desc) (io.Writer, error) {
-					return writeFunc(func(p []byte) (int, error) { cut(); return len(p), nil }), nil
+					return writer(func(p []byte) (int, error) { cut(); return len(p), nil }), nil
 				})}
 			}
 			c, err := f.client.Call(t.Context(), r)
@@ -207,10 +207,6 @@ func (h *waitsAt) Read(p []byte) (int, error) {
 	}
 	return h.Reader.Read(p)
 }
-
-type writeFunc func(p []byte) (int, error)
-
-func (w writeFunc) Write(p []byte) (int, error) { return w(p) }
 
 // TestWhatAServerRefusesIsRepeated: a model that is not idempotent, on a server of one call.
 func TestWhatAServerRefusesIsRepeated(t *testing.T) {
@@ -346,7 +342,7 @@ func TestAPullIsRepeated(t *testing.T) {
 	r.To = func(string, tensor.Desc) (client.Sink, error) {
 		opened++
 		return client.Writer(func(tensor.Desc) (io.Writer, error) {
-			return writeFunc(func(p []byte) (int, error) { cut(); return len(p), nil }), nil
+			return writer(func(p []byte) (int, error) { cut(); return len(p), nil }), nil
 		}), nil
 	}
 	r.Select = r.Select[2:]

@@ -519,7 +519,7 @@ func TestAWriterThatWaitsHoldsUpNobodyElse(t *testing.T) {
 	for range many {
 		go func() { // ends when it may proceed
 			ended <- pull(client.Writer(func(tensor.Desc) (io.Writer, error) {
-				return writerFunc(func(b []byte) (int, error) { waiting <- struct{}{}; <-proceed; return len(b), nil }), nil
+				return writer(func(b []byte) (int, error) { waiting <- struct{}{}; <-proceed; return len(b), nil }), nil
 			}))
 		}()
 	}
@@ -537,10 +537,6 @@ func TestAWriterThatWaitsHoldsUpNobodyElse(t *testing.T) {
 	}
 	close(waiting)
 }
-
-type writerFunc func([]byte) (int, error)
-
-func (f writerFunc) Write(b []byte) (int, error) { return f(b) }
 
 func TestAPullGoesOnBehindWhatIsHeldInWholePieces(t *testing.T) {
 	testkit.Start(t)

@@ -512,7 +512,7 @@ func TestABrokenRuleOfAPushEndsItWithTheRightStatus(t *testing.T) {
 			f := serve(t, func(c *server.Config) { c.Store = m })
 			var opts []grpc.CallOption
 			if tc.bytes {
-				opts = append(opts, grpc.ForceCodecV2(either{}))
+				opts = append(opts, asItIs())
 			}
 			p := dialPush(t, f, opts...)
 			if tc.opens {

@@ -60,7 +60,7 @@ func TestBytesThatAreNoMessageAreAnInvalidArgumentOfAnyRPCAndNotLogged(t *testin
 			t.Run(rpc+"/"+name, func(t *testing.T) {
 				ctx, cancel := context.WithTimeout(t.Context(), rawLife)
 				defer cancel()
-				s, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, rpc, grpc.ForceCodecV2(either{}))
+				s, err := conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, rpc, asItIs())
 				require.NoError(t, err)
 				require.NoError(t, s.SendMsg([]byte(garbage)))
 				require.NoError(t, s.CloseSend())
