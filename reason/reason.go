@@ -99,7 +99,7 @@ func Plain(err error) string {
 	}
 	text := err.Error()
 	pkg := name.FindString(text)
-	for _, inner := range wrapped(err) {
+	for _, inner := range Wrapped(err) {
 		if strings.HasPrefix(text, inner.Error()) {
 			pkg = "" // it is the inner one's
 		}
@@ -111,9 +111,9 @@ func Plain(err error) string {
 // name matches the name of a package at the beginning of an error.
 var name = regexp.MustCompile(`^[a-z]+[0-9]*: `)
 
-// wrapped are the errors that one wraps, in their order.
-func wrapped(err error) []error {
-	switch e := err.(type) { //nolint:errorlint // as above
+// Wrapped returns the errors that one wraps itself, in their order.
+func Wrapped(err error) []error {
+	switch e := err.(type) { //nolint:errorlint // it, not what it wraps
 	case interface{ Unwrap() []error }:
 		return e.Unwrap()
 	case interface{ Unwrap() error }:

@@ -111,22 +111,15 @@ func Row(err error) (reason.Row, bool) {
 const MostErrors = 10
 
 // joined are the errors that err joins. Texts are not split: a server could forge lines.
-func joined(err error) []error {
-	switch e := err.(type) { //nolint:errorlint // what it is itself, before what it wraps
-	case interface{ Unwrap() error }:
-		if inner := e.Unwrap(); inner != nil && inner.Error() == err.Error() {
-			return joined(inner)
-		}
-	case interface{ Unwrap() []error }:
-		if errors.Join(e.Unwrap()...).Error() == err.Error() {
-			var all []error
-			for _, inner := range e.Unwrap() {
-				all = append(all, joined(inner)...)
-			}
-			return all
-		}
+func joined(err error) (all []error) {
+	inner := reason.Wrapped(err)
+	if len(inner) == 0 || errors.Join(inner...).Error() != err.Error() {
+		return []error{err}
 	}
-	return []error{err}
+	for _, e := range inner {
+		all = append(all, joined(e)...)
+	}
+	return all
 }
 
 var oneLine = strings.NewReplacer("\r\n", " ", "\n", " ", "\r", " ")
