@@ -555,7 +555,9 @@ func (c *Conn) wait() (charged bool, err error) {
 		if time.Since(c.stuck) >= pause { // it may have gone long ago: nobody reads that
 			return c.giveUp(fmt.Errorf("%w: waited %v", ErrMemory, pause))
 		}
-		c.m.relieve(c, waited)
+		if rpc := c.m.victim(c, waited); rpc != nil {
+			rpc.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
+		}
 	}
 }
 

@@ -69,7 +69,7 @@ type Memory struct {
 	collected  map[*Conn]int64 // likewise: the next collection frees it
 	collecting rate.Sometimes  // runs one
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
-	searching  rate.Sometimes  // all connections, which is long, for one to relieve the others of
+	searching  rate.Sometimes  // all connections, which is long, for one to rid the others of
 	opened     int64           // for RPCs themselves, of all connections
 	queued     int64           // for what gRPC has in its queue, of all connections
 	larger     int64           // of used, what connections have whose messages may be larger than own
@@ -257,23 +257,18 @@ func (m *Memory) Look() {
 	}
 }
 
-// try charges n bytes if they fit, and nobody waits for the same; mu is held.
+// try charges n bytes if they fit, and no connection of its kind waits for the same; mu is held.
 func (m *Memory) try(r *RPC, n int64) bool {
 	c := r.c
 	fits, whole := m.fits(r, n)
-	if !fits || whole && c.charged+n > Free && m.wholeWaits(c.large) {
+	if !fits || whole && c.charged+n > Free && slices.ContainsFunc(m.waiting, func(o *Conn) bool {
+		_, whole := m.fits(o.wanting, o.wants)
+		return whole && o.large == c.large
+	}) {
 		return false
 	}
 	m.add(c, n)
 	return true
-}
-
-// wholeWaits reports whether a connection of that kind waits for memory of the whole; mu is held.
-func (m *Memory) wholeWaits(large bool) bool {
-	return slices.ContainsFunc(m.waiting, func(c *Conn) bool {
-		_, whole := m.fits(c.wanting, c.wants)
-		return whole && c.large == large
-	})
 }
 
 // leave notes that nobody will read n bytes of c: they are charged until they have been
@@ -332,16 +327,9 @@ func (m *Memory) collect() {
 	}
 }
 
-// relieve ends an RPC that the waiting of c may be due to, if there is one: of c itself
-// if it waits in vain, else of the connection that has most, and at last the one that is
+// victim returns an RPC that the waiting of c may be due to, which is to be ended, if there is one: of
+// c itself if it waits in vain, else of the connection that has most, and at last the one that is
 // waited for. Without any, it closes the connection that leaves most unread.
-func (m *Memory) relieve(c *Conn, waited time.Duration) {
-	if rpc := m.victim(c, waited); rpc != nil {
-		rpc.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
-	}
-}
-
-// victim returns the RPC that relieve ends.
 func (m *Memory) victim(c *Conn, waited time.Duration) (victim *RPC) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
