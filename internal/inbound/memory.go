@@ -67,7 +67,8 @@ type Memory struct {
 	waiting    []*Conn         // for memory, in their order
 	left       map[*Conn]int64 // what RPCs left unread when they ended
 	collected  map[*Conn]int64 // likewise: the next collection frees it
-	collecting rate.Sometimes  // runs one
+	collecting bool            // one that was asked for
+	asked      time.Time       // when it had ended
 	overdue    *time.Timer     // runs one if none has freed what is collected; nil until there was any
 	searching  rate.Sometimes  // all connections, which is long, for one to rid the others of
 	opened     int64           // for RPCs themselves, of all connections
@@ -83,7 +84,7 @@ func NewMemory(limit, message int64) *Memory {
 	return &Memory{
 		own: message, limit: limit, share: limit / shareOf, rpcs: min(limit/shareOf, rpcsLimit), later: afterCollection, gc: runtime.GC,
 		conns: make(map[*Conn]struct{}), left: make(map[*Conn]int64),
-		collecting: rate.Sometimes{Interval: collectEvery}, searching: rate.Sometimes{Interval: lookEvery},
+		searching: rate.Sometimes{Interval: lookEvery},
 	}
 }
 
@@ -320,11 +321,16 @@ func (m *Memory) sweep() {
 // collect runs a collection if that frees anything and none has just been run.
 func (m *Memory) collect() {
 	m.mu.Lock()
-	due := m.collected != nil
+	due := m.collected != nil && !m.collecting && time.Since(m.asked) >= collectEvery
+	m.collecting = m.collecting || due
 	m.mu.Unlock()
-	if due {
-		m.collecting.Do(m.gc)
+	if !due { // a connection does not wait for the collection, but for memory
+		return
 	}
+	m.gc()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.collecting, m.asked = false, time.Now()
 }
 
 // victim returns an RPC that the waiting of c may be due to, which is to be ended, if there is one: of
