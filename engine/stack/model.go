@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -152,13 +153,10 @@ func (l Layer) checkFields(format int) error {
 	if k.format > format {
 		return fmt.Errorf("%s needs format %d; set \"format\": %d", l.Kind, k.format, k.format)
 	}
-	given := map[string]bool{
-		"weight": l.Weight != "", "bias": l.Bias != "", "approximate": l.Approximate != "",
-		"eps": l.Eps != nil, "op": l.Op != "", "factor": l.Factor != nil, "activation": l.Activation != "",
-		"heads": l.Heads != 0, "causal": l.Causal, "out_weight": l.OutWeight != "", "out_bias": l.OutBias != "",
-	}
-	for _, f := range slices.Sorted(maps.Keys(given)) {
-		if given[f] && !slices.Contains(k.fields, f) {
+	fields := reflect.ValueOf(l)
+	for i := range fields.NumField() {
+		f, _, _ := strings.Cut(fields.Type().Field(i).Tag.Get("json"), ",")
+		if f != "kind" && !fields.Field(i).IsZero() && !slices.Contains(k.fields, f) {
 			return fmt.Errorf("a %s has no %s; its fields are kind%s", l.Kind, f, strings.Join(append([]string{""}, k.fields...), ", "))
 		}
 	}

@@ -308,7 +308,7 @@ func (g *guest) send(f *flight) {
 	fresh := !g.runs[p.run]
 	g.host.mu.Unlock()
 	if fresh && err == nil {
-		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, n) })
+		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, nil, n) })
 	}
 	if err != nil {
 		if g.finished(f, aheadWithin) {

@@ -8,6 +8,7 @@ package link
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -81,9 +82,6 @@ func (b *Block) Bytes() []byte { return b.slab.Bytes() }
 
 // Range says where the first n bytes of the block lie.
 func (b *Block) Range(n int64) Range { return Range{b.whole.Memory, b.whole.Off, uint64(n)} }
-
-// Retain adds a reference.
-func (b *Block) Retain() { b.refs.Add(1) }
 
 // Release drops a reference; with the last one the memory is free.
 func (b *Block) Release() {
@@ -281,15 +279,11 @@ func (c *Conn) enqueue(m Message) {
 	}
 }
 
-// New returns a block of n bytes, or more, with one reference, the caller's. It waits
-// for the quota; errors wrap slab.ErrBudget where it is too small, slab.ErrMemory, or
-// why ctx ended.
-func (c *Conn) New(ctx context.Context, n int64) (*Block, error) {
-	return c.NewOf(ctx, c.cfg.Quota, n)
-}
-
-// NewOf is New with another quota.
-func (c *Conn) NewOf(ctx context.Context, quota *slab.Budget, n int64) (*Block, error) {
+// New returns a block of n bytes, or more, of a quota, nil for the link's own, with one
+// reference, the caller's. It waits for the quota; errors wrap slab.ErrBudget where it is
+// too small, slab.ErrMemory, or why ctx ended.
+func (c *Conn) New(ctx context.Context, quota *slab.Budget, n int64) (*Block, error) {
+	quota = cmp.Or(quota, c.cfg.Quota)
 	// Each block is its own holder: who waits for memory of a link waits in line.
 	holder := slab.NewPrincipal("link")
 	if err := quota.Acquire(ctx, holder, slab.SizeOf(n)); err != nil {
@@ -388,7 +382,7 @@ func (c *Conn) Shared(r Range) (data []byte, b *Block, err error) {
 	if b, err = c.guests(r); err != nil {
 		return nil, nil, err
 	}
-	b.Retain()
+	b.refs.Add(1)
 	off := r.Off - b.whole.Off
 	return b.Bytes()[off : off+r.Len : off+r.Len], b, nil
 }
@@ -437,7 +431,7 @@ func (c *Conn) take(m *Take) error {
 		defer c.takes.Add(-1)
 		ctx, stop := context.WithTimeout(c.ctx, time.Duration(m.Millis)*time.Millisecond)
 		defer stop()
-		b, err := c.New(ctx, n)
+		b, err := c.New(ctx, nil, n)
 		if err == nil {
 			c.give(m.ID, b)
 			return

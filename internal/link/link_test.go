@@ -116,7 +116,7 @@ func TestWhatIsHandedOverComesBack(t *testing.T) {
 func TestABlockOfTheHostBecomesTheGuests(t *testing.T) {
 	f := start(t, 4*mib)
 	freed := make(chan struct{})
-	b, err := f.conn.New(context.Background(), 10)
+	b, err := f.conn.New(context.Background(), nil, 10)
 	require.NoError(t, err)
 	b.Freed = func() { close(freed) }
 	copy(b.Bytes(), "0123456789")
@@ -171,7 +171,7 @@ func TestTheEndOfTheGuestFreesWhatItHad(t *testing.T) {
 	require.Equal(t, io.EOF, <-f.received)
 	f.conn.Close()
 	require.Zero(t, f.used())
-	b, err := f.conn.New(context.Background(), 1)
+	b, err := f.conn.New(context.Background(), nil, 1)
 	require.NoError(t, err)
 	f.conn.Own(b) // released at once
 	_, _, err = f.conn.Shared(link.Range{Memory: 1, Len: 1})

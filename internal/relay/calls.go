@@ -245,7 +245,7 @@ func (w *writer) WriteAt(p []byte, off int64) (n int, err error) {
 			return n, o.ctx.Err()
 		}
 		ctx, stop := context.WithTimeout(o.ctx, pieceWait)
-		b, err := o.conn.NewOf(ctx, o.pieces, int64(min(len(p)-n, pieceBytes)))
+		b, err := o.conn.New(ctx, o.pieces, int64(min(len(p)-n, pieceBytes)))
 		stop()
 		if err != nil {
 			<-w.out

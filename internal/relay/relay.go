@@ -230,7 +230,7 @@ func (o *op) room(n int64) (*link.Block, error) {
 	}
 	ctx, stop := context.WithTimeout(o.relay.ctx, pieceWait)
 	defer stop()
-	return o.conn.NewOf(ctx, o.pieces, n)
+	return o.conn.New(ctx, o.pieces, n)
 }
 
 // request is the JSON of an ask. Each verb has its own fields of it.
