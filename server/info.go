@@ -85,7 +85,7 @@ func (s *Server) values() metrics.Values {
 	v.LanesRefused = s.conns.LanesRefused.Load()
 	v.HandshakesFailed, v.Unauthenticated = s.conns.HandshakesFailed.Load(), s.unauthenticated.Load()
 	v.HeapLimit = debug.SetMemoryLimit(-1)
-	v.StoreEvicted, v.StoreDamaged, v.StoreAvailable = s.storing.Evicted(), s.storing.Damaged(), s.available.Load()
+	v.StoreEvicted, v.StoreDamaged, v.StoreAvailable = s.storing.Evicted.Load(), s.storing.Damaged.Load(), s.available.Load()
 	if st, ok := s.cfg.Store.(store.Meter); ok {
 		v.StoreUsed, v.StoreLimit = st.Used()
 	}

@@ -16,21 +16,18 @@ import (
 var turns = make(chan struct{}, max(1, runtime.GOMAXPROCS(0)-1))
 
 // Turn is a place among those that work. The zero value is none.
-type Turn struct {
-	taken bool
-	since time.Time
-}
+type Turn struct{ since time.Time }
 
 // Work takes the turn, unless it is taken, or waits for another when it has lasted
 // for turnTime. When ctx ends first it returns the cause, and the turn has ended.
 func (t *Turn) Work(ctx context.Context) error {
-	if t.taken && time.Since(t.since) < turnTime {
+	if !t.since.IsZero() && time.Since(t.since) < turnTime {
 		return nil
 	}
 	t.End()
 	select {
 	case turns <- struct{}{}:
-		t.taken, t.since = true, time.Now()
+		t.since = time.Now()
 		return nil
 	case <-ctx.Done():
 		return context.Cause(ctx)
@@ -40,8 +37,8 @@ func (t *Turn) Work(ctx context.Context) error {
 // End ends the turn, if it is taken. Whoever waits for a peer, or for a disk to write,
 // ends it before.
 func (t *Turn) End() {
-	if t.taken {
-		t.taken = false
+	if !t.since.IsZero() {
+		t.since = time.Time{}
 		<-turns
 	}
 }

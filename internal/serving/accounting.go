@@ -117,11 +117,10 @@ func (c *Core) Values() metrics.Values {
 	for _, s := range open {
 		s.Do(func(m *stream.Machine, _ stream.Instant) { st.Add(m.Status().Stats) })
 	}
-	open = slices.DeleteFunc(open, (*Session).OneWay)
 	calls, callsRefused := c.Count(admission.Calls)
-	_, sessionsRefused := c.Count(admission.Sessions)
+	sessions, sessionsRefused := c.Count(admission.Sessions)
 	v := metrics.Values{
-		Sessions: int64(len(open)), SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
+		Sessions: sessions, SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
 		Calls: calls, CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: callsRefused,
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
 		Lanes: c.lanes.Load(), LanesOpened: c.lanesOpened.Load(), LaneReceivedBytes: st.LaneBytesIn, LaneSentBytes: st.LaneBytesOut,

@@ -271,9 +271,6 @@ func (c *Core) Compute(ctx context.Context, from *admission.Caller, model string
 
 // describe completes a model's inputs for tensors in memory.
 func describe(inputs []engine.Input, in []tensor.Tensor, most int64) error {
-	if len(inputs) != len(in) {
-		return fmt.Errorf("%w: %d tensors for %d inputs", errBinding, len(in), len(inputs))
-	}
 	left := most
 	for i, t := range in {
 		if _, err := tensor.New(t.Desc, t.Data); err != nil {

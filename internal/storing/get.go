@@ -86,7 +86,7 @@ func (g *get) Event(_ *stream.Machine, _ stream.Instant, e stream.Event) {
 		if _, sending := g.sizes[e.Tensor]; sending {
 			g.lost[e.Tensor] = e.Why()
 		} else if e.Code == frame.DataLoss { // it was sent whole
-			g.service.damages.Add(1)
+			g.service.Damaged.Add(1)
 			g.service.log.damaged(g.record, e.Tensor, e.Code, e.Text)
 			if g.damaged++; g.damaged > damagesListed {
 				break

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"log/slog"
 	"sync"
 
 	"github.com/tensorferry/tensorferry/frame"
@@ -259,7 +260,11 @@ func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, na
 	}
 	if e, may := w.(store.Evicter); may {
 		evicted = e.Evicted()
-		s.logEvicted(name, evicted)
+	}
+	for _, gone := range evicted {
+		s.Evicted.Add(1)
+		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", name))
+		s.evictions.Log(s.Log, slog.LevelWarn, "tensors evicted: the store is full", "evicted", slog.String("last", gone.Name))
 	}
 	return w, evicted, nil
 }

@@ -35,24 +35,19 @@ var (
 	errLeft = &frame.Error{Code: frame.Cancelled, Text: "the client cancelled the transfer or disconnected"}
 )
 
-// Service serves puts and gets for a Core, in whose memory tensors wait. Its fields do not
-// change after it has begun.
+// Service serves puts and gets for a Core, in whose memory tensors wait. Core, Store and
+// Sources do not change after it has begun.
 type Service struct {
 	*serving.Core
 	Store   store.Store // nil means none
 	Sources *store.Sources
+	Evicted atomic.Int64 // tensors that the store has evicted to make room for others
+	Damaged atomic.Int64 // tensors that clients have found damaged and that were sent whole
 
 	log                    transferLog
 	full, absent, failures admission.LogSampler
 	evictions              admission.LogSampler
-	evicted, damages       atomic.Int64
 }
-
-// Evicted returns how many tensors the store has evicted to make room for others.
-func (s *Service) Evicted() int64 { return s.evicted.Load() }
-
-// Damaged returns how many tensors clients have found damaged that were sent whole.
-func (s *Service) Damaged() int64 { return s.damages.Load() }
 
 // Available reports whether the store can be used; why it cannot goes to the log.
 func (s *Service) Available(ctx context.Context) bool {
@@ -61,18 +56,6 @@ func (s *Service) Available(ctx context.Context) bool {
 		_ = s.Explain(err)
 	}
 	return err == nil
-}
-
-// logEvicted counts and logs what the store has evicted for a tensor.
-func (s *Service) logEvicted(name string, evicted []store.Info) {
-	if len(evicted) == 0 {
-		return
-	}
-	all := s.evicted.Add(int64(len(evicted)))
-	for _, gone := range evicted {
-		s.Log.Debug("tensor evicted", slog.String("tensor", gone.Name), slog.Time("stored", gone.Stored), slog.String("for", name))
-	}
-	s.evictions.Log(s.Log, slog.LevelWarn, "tensors evicted: the store is full", "times", slog.Int64("evicted", all), slog.String("last", evicted[len(evicted)-1].Name))
 }
 
 // transfer is what a put, a get and a Direct have in common: how it is admitted, ends and is
