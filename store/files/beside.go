@@ -7,7 +7,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/tensorferry/tensorferry/internal/shelf"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -76,9 +75,6 @@ func (b *beside) taken(ctx context.Context, name string, refuse func(name, file 
 }
 
 func (b *beside) Create(ctx context.Context, name string, d tensor.Desc, metadata map[string]string) (store.Writer, error) {
-	if _, err := shelf.CheckNew(ctx, name, d, metadata); err != nil {
-		return nil, err
-	}
 	if err := b.taken(ctx, name, errTaken); err != nil {
 		return nil, err
 	}
