@@ -56,7 +56,7 @@ func bytesDesc(size, chunk int64) frame.Desc {
 func TestFeedsOfWhatIsHeldHashInTurns(t *testing.T) {
 	testkit.Start(t)
 	const (
-		size = 1 << 40 // hours, if one went on
+		size = 1 << 37 // minutes, if one went on
 		more = 8
 	)
 	room := max(1, runtime.GOMAXPROCS(0)-1)
