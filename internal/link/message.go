@@ -313,10 +313,10 @@ func (c *coder) walk(v reflect.Value) {
 		if v.Type() == reflect.TypeFor[Head]() {
 			return // it comes before
 		}
-		if r, ok := v.Addr().Interface().(*Range); ok && c.writing && r.Memory != 0 {
+		if r, ok := reflect.TypeAssert[*Range](v.Addr()); ok && c.writing && r.Memory != 0 {
 			c.named = append(c.named, r.Memory)
 		}
-		for i := range v.NumField() {
+		for i := range v.NumField() { //nolint:modernize // Fields allocates for each of them
 			c.walk(v.Field(i))
 		}
 	case reflect.Array:
