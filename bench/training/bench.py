@@ -130,8 +130,8 @@ def over_a_road(options: argparse.Namespace, folder: str) -> None:
     pause = STEP / MICRO / 4  # a micro-batch pauses twice here, and twice there
     said = subprocess.run(
         [program, "-links", f"{ROAD}:9000:1000:0", "env", f"TENSORFERRY_PYTHON={sys.executable}", options.program,
-         "serve", "--child", "--insecure", "--engine", "cpu", "--python", "trunk=models:Paused,train", "--python-threads", "1",
-         "--python-env", f"PAUSE={pause}", "--", sys.executable, HERE / "ends.py", "road",
+         "serve", "--child", "--insecure", "--engine", "cpu", "--python", "trunk=models:Paused,train",
+         "--python-threads", "1", "--python-env", f"PAUSE={pause}", "--", sys.executable, HERE / "ends.py", "road",
          str(options.rounds), str(options.road_steps)],
         env={**common.clean(), "PYTHONPATH": MODULES, "PAUSE": str(pause), "TENSORFERRY_BIN": options.program},
         stdout=subprocess.PIPE, text=True, check=False,
