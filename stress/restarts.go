@@ -49,7 +49,7 @@ const (
 
 // serveCounted is a server with the built-in models, and two that write the number of each
 // call to a journal, until SIGTERM drains it or SIGINT ends it at once.
-func serveCounted(_ context.Context, address, journal string) error {
+func serveCounted(ctx context.Context, address, journal string) error {
 	file, err := os.OpenFile(journal, os.O_APPEND|os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
 		return err
@@ -91,7 +91,7 @@ func serveCounted(_ context.Context, address, journal string) error {
 	signal.Notify(told, syscall.SIGINT, syscall.SIGTERM)
 	go func() { // ends with the server
 		if <-told == syscall.SIGTERM {
-			end, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+			end, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 			defer cancel()
 			_ = s.Shutdown(end)
 		}
