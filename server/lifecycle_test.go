@@ -212,8 +212,3 @@ func TestAConnectionCutAnywhereLeavesNothingBehind(t *testing.T) {
 		f.isEmpty(t)
 	}
 }
-
-func (f *fixture) isIdleSoon(t testing.TB) {
-	t.Helper()
-	testkit.Eventually(t, f.isIdle, "the end of every call")
-}
