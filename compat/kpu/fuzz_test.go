@@ -2,6 +2,7 @@ package kpu
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"testing"
@@ -113,7 +114,7 @@ func FuzzReceive(f *testing.F) {
 		var got []received
 		var begun, ended int
 		s := &service{models: models, most: most}
-		r := s.receiver(t.Context(), func(err error) { t.Error(err) }, func(id string) sink {
+		r := s.receiver(t.Context(), func(id string) sink {
 			begun++
 			v := received{id: id}
 			return sink{
@@ -145,6 +146,8 @@ func FuzzReceive(f *testing.F) {
 			t.Fatalf("%d tensors came, want %d", len(got), len(want))
 		case begun != ended:
 			t.Fatalf("%d sinks began, %d ended", begun, ended)
+		case r.ctx.Err() != nil:
+			t.Fatal(context.Cause(r.ctx))
 		}
 		for i, w := range want {
 			if got[i].id != w.id || !got[i].desc.Equal(w.desc) || !bytes.Equal(got[i].data, w.data) {

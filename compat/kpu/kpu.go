@@ -8,9 +8,9 @@ package kpu
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"regexp"
@@ -78,9 +78,7 @@ func nameOf(id string) string {
 func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChunk, pb.TensorResponse]) error {
 	var ids []string
 	bytes := 0
-	ctx, fail := context.WithCancelCause(stream.Context())
-	defer fail(nil)
-	r := s.receiver(ctx, fail, func(id string) sink {
+	r := s.receiver(stream.Context(), func(id string) sink {
 		var put *server.Transfer
 		return sink{
 			open: func(d tensor.Desc) (err error) {
@@ -103,15 +101,9 @@ func (s *service) ReceiveTensors(stream grpc.ClientStreamingServer[pb.TensorChun
 			},
 		}
 	})
-	received := make(chan error, 1)
-	go func() { received <- r.receive(stream.Recv) }() // ends with the RPC
-	select {
-	case err := <-received:
-		if err != nil {
-			return err
-		}
-	case <-ctx.Done():
-		return context.Cause(ctx)
+	go func() { r.fail(cmp.Or(r.receive(stream.Recv), io.EOF)) }() // ends with the RPC
+	if err := r.wait(); err != nil {
+		return err
 	}
 	return stream.SendAndClose(&pb.TensorResponse{Success: true, Message: fmt.Sprintf("Received %d tensor(s)", len(ids)), ReceivedTensorIds: ids})
 }

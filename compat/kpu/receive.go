@@ -47,8 +47,19 @@ type incoming struct {
 	filled      int        // bytes of it
 }
 
-func (s *service) receiver(ctx context.Context, fail context.CancelCauseFunc, begin func(id string) sink) *receiver {
-	return &receiver{service: s, ctx: ctx, fail: fail, begin: begin, open: make(map[string]*incoming)}
+func (s *service) receiver(rpc context.Context, begin func(id string) sink) *receiver {
+	r := &receiver{service: s, begin: begin, open: make(map[string]*incoming)}
+	r.ctx, r.fail = context.WithCancelCause(rpc)
+	return r
+}
+
+// wait waits for the end of the RPC: all has been done if it fails with io.EOF.
+func (r *receiver) wait() error {
+	<-r.ctx.Done()
+	if err := context.Cause(r.ctx); !errors.Is(err, io.EOF) {
+		return err
+	}
+	return nil
 }
 
 // receive receives until the client has nothing more to send, and then drops incomplete tensors.

@@ -35,8 +35,7 @@ type exchange struct {
 // for each run copies its result into chunks, and another one sends those. All end with the RPC.
 func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, pb.TensorChunk]) error {
 	e := &exchange{stream: stream, places: make(chan struct{}, s.most.open), out: make(chan func(), s.most.open*ringBytes/chunkBytes)}
-	ctx, fail := context.WithCancelCause(stream.Context())
-	e.receiver = s.receiver(ctx, fail, func(id string) sink {
+	e.receiver = s.receiver(stream.Context(), func(id string) sink {
 		t := &running{exchange: e, id: id, over: make(chan struct{})}
 		t.wanted, t.stop = context.WithCancelCause(e.ctx)
 		return sink{t.open, t.write, t.end}
@@ -54,11 +53,7 @@ func (s *service) StreamTensors(stream grpc.BidiStreamingServer[pb.TensorChunk, 
 		}
 		e.fail(io.EOF) // unless it has failed
 	}()
-	<-e.ctx.Done()
-	if err := context.Cause(e.ctx); !errors.Is(err, io.EOF) {
-		return err
-	}
-	return nil
+	return e.wait()
 }
 
 // running is a tensor that a model computes.
