@@ -49,9 +49,9 @@ const (
 // Placer takes a tensor's bytes to where they rest when that is not memory that
 // can be lent: a file.
 type Placer interface {
-	// WriteViews borrows views, which belong to byte off of the tensor in order. It is
-	// called by Claim.Copy, on its goroutine, with bytes that have been checked, each
-	// chunk's once unless its error made the caller try again.
+	// WriteViews borrows views, which belong to byte off of the tensor in order. Claim.Copy
+	// calls it, on its goroutine, with bytes that have been checked, each chunk's once
+	// unless its error made the caller try again.
 	WriteViews(off int64, views [][]byte) error
 }
 

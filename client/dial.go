@@ -99,7 +99,6 @@ type dials struct {
 	err   *Error        // of the last one; nil: the peer has answered
 	news  chan struct{} // closed when the next one ends
 	next  time.Time     // when the next one may be asked for
-	asked bool          // somebody has asked for it
 }
 
 // end notes the end of an attempt, with its error. d keeps the error.
@@ -108,7 +107,7 @@ func (d *dials) end(err *Error) {
 	defer d.mu.Unlock()
 	d.ended++
 	if d.err = err; err != nil {
-		calling.SetAway(err)
+		err.Refused = true
 	}
 	close(d.news)
 	d.news = make(chan struct{})
@@ -124,21 +123,15 @@ func (d *dials) last() (ended int, news <-chan struct{}, err error) {
 	return d.ended, d.news, err
 }
 
-// ask has reset called, which has gRPC dial, once for all who ask, and redialEvery after the last
-// time.
-func (d *dials) ask(reset func()) {
+// ask reports whether gRPC is to dial: once for all who ask within redialEvery.
+func (d *dials) ask() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.asked {
-		return
+	if time.Now().Before(d.next) {
+		return false
 	}
-	d.asked = true
-	time.AfterFunc(time.Until(d.next), func() {
-		d.mu.Lock()
-		d.asked, d.next = false, time.Now().Add(redialEvery)
-		d.mu.Unlock()
-		reset()
-	})
+	d.next = time.Now().Add(redialEvery)
+	return true
 }
 
 // dial is gRPC's dialer.
@@ -175,7 +168,9 @@ func (c *Client) fresh(ctx context.Context, begin func() error) error {
 		return err
 	}
 	for ended == seen || time.Now().Before(until) {
-		c.dials.ask(c.conn.ResetConnectBackoff)
+		if c.dials.ask() {
+			c.conn.ResetConnectBackoff()
+		}
 		select {
 		case <-news:
 		case <-time.After(redialEvery): // gRPC may have been connecting when it was asked

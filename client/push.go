@@ -52,7 +52,10 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 	once := func() (why error) { // after which another attempt can succeed
 		err := fmt.Errorf("%w: nothing was stored, because another tensor of the set is invalid", ErrInput)
 		if valid || !together {
-			err = c.put(ctx, all, together, r.Progress)
+			var s *Session
+			if s, err = c.storingSession(ctx); err == nil {
+				err = s.on.Put(ctx, all, together, r.Progress)
+			}
 		}
 		for _, t := range all {
 			if t.End(err); why == nil && from != nil && calling.Retryable(t.Err) {
@@ -68,15 +71,6 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		out[i] = t.Summary
 	}
 	return out, errorsOf(out)
-}
-
-// put makes one attempt.
-func (c *Client) put(ctx context.Context, all []*calling.Out, together bool, progress func(Progress)) error {
-	s, err := c.storingSession(ctx)
-	if err != nil {
-		return err
-	}
-	return s.on.Put(ctx, all, together, progress)
 }
 
 // rewind makes tensors that failed ready for another attempt; but those that the server turns

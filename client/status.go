@@ -68,7 +68,7 @@ const (
 // notSent reports whether an RPC failed for want of a connection.
 func notSent(err error) bool {
 	if own, ok := errors.AsType[*Error](err); ok {
-		return calling.Away(own)
+		return own.Refused
 	}
 	return status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), notConnected)
 }

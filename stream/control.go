@@ -71,10 +71,7 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 			m.summaryPart(now, &f.Summaries[i])
 		}
 	}
-	if f.Drain != nil && !m.drained {
-		m.drained = true
-		m.tell(Event{Kind: EventDrain, Text: f.Drain.Reason})
-	}
+	m.drained = m.drained || f.Drain != nil
 	if n, most := len(m.failures)+len(m.calls.answers)+len(m.out.summaries), max(pendingControl, terms.HeldCalls*m.cfg.Limits.OpenCalls); n > most {
 		return m.violate(frame.ResourceExhausted, "%d answers wait to be read, the limit is %d; read what the session sends", n, most)
 	}

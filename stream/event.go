@@ -31,8 +31,6 @@ const (
 	// the last event of every call, once, even if the call was never ready. Done is set on
 	// the client.
 	EventClosed
-	// EventDrain: the peer opens and accepts nothing new.
-	EventDrain
 	// EventEnd (server): every tensor of a put is announced.
 	EventEnd
 	// EventFailed: a tensor of a put (server) or of a get (client) broke a rule, or was given

@@ -230,7 +230,7 @@ func (r *rogue) events() {
 		if !ok {
 			return
 		}
-		if e.Kind != EventOpened && e.Kind != EventDrain && r.closed[e.Call] {
+		if e.Kind != EventOpened && r.closed[e.Call] {
 			r.t.Fatalf("event %d of call %v after its end", e.Kind, e.Call)
 		}
 		switch e.Kind {

@@ -548,8 +548,6 @@ func (s *stage) events() {
 			default:
 				s.printf("call %s is closed: code %d: %s", call, e.Code, e.Text)
 			}
-		case EventDrain:
-			s.printf("the peer drains: %s", e.Text)
 		}
 	}
 }

@@ -546,7 +546,7 @@ func (p *party) events() {
 func (p *party) event(e Event) {
 	w := p.w
 	c := w.calls[e.Call]
-	if e.Kind == EventOpened || e.Kind == EventDrain {
+	if e.Kind == EventOpened {
 		return
 	}
 	w.tracef("%v event %d call %v tensor %v n %d off %d code %d %v", p.name(), e.Kind, e.Call, e.Tensor, e.N, e.Off, e.Code, e.Text)

@@ -142,13 +142,10 @@ func (t *In) Handed() bool { return t.handed.Load() }
 // run receives what the selections pick. An error is that of the call.
 func (p *get) run(ctx context.Context, s *Session, picks []frame.Selection, patience stream.Instant) error {
 	id := tensor.NewID()
-	err := p.open(ctx, s, frame.Call{ID: id, Get: &frame.Get{Selections: picks}}, p, func(m *stream.Machine, _ stream.Instant) error {
-		m.Patience(id, patience)
-		return nil
-	})
-	if err != nil {
+	if err := p.open(ctx, s, frame.Call{ID: id, Get: &frame.Get{Selections: picks}}, p, nil); err != nil {
 		return err
 	}
+	s.Do(func(m *stream.Machine, _ stream.Instant) { m.Patience(id, patience) })
 	defer p.unhook()
 	p.rest = p.rests("pull", "")
 	defer p.rest.end()

@@ -45,7 +45,7 @@ func (s *Sink) memory(d tensor.Desc, size, most int64) ([]byte, error) {
 	return make([]byte, size), nil
 }
 
-// place is the Place of a tensor: one of into, at and writer.
+// place is where a tensor rests: one of into, at and writer.
 type place struct {
 	size   int64
 	rest   *restClock

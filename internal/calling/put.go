@@ -72,8 +72,7 @@ func (t *Out) Close() {
 func (s *Session) Put(ctx context.Context, list []*Out, together bool, progress func(Progress)) error {
 	id := tensor.NewID()
 	p := &put{progress: progress, together: together, byID: make(map[tensor.ID]*Out)}
-	none := func(*stream.Machine, stream.Instant) error { return nil }
-	if err := p.open(ctx, s, frame.Call{ID: id, Put: &frame.Put{All: together}}, p, none); err != nil {
+	if err := p.open(ctx, s, frame.Call{ID: id, Put: &frame.Put{All: together}}, p, nil); err != nil {
 		return err
 	}
 	defer p.unhook()

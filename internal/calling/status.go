@@ -37,7 +37,6 @@ type Error struct {
 	Refused    bool          // nothing of the call was run, so that nothing happens twice when it is repeated
 
 	until error // what ended the wait for another attempt, if anything
-	away  bool  // there was no connection
 }
 
 // Error returns the cause, or else code and message.
@@ -97,12 +96,6 @@ func AsRefused(e *Error) *Error {
 
 // Wait records what ended the wait for another attempt.
 func Wait(e *Error, until error) { e.until = until }
-
-// SetAway records that there was no connection, so that nothing was sent.
-func SetAway(e *Error) { e.away, e.Refused = true, true }
-
-// Away reports whether there was no connection.
-func Away(e *Error) bool { return e.away }
 
 // CodeOf returns the code of an error.
 func CodeOf(err error) codes.Code { return status.Code(err) }

@@ -31,7 +31,7 @@ type task struct {
 	sent, received int64 // bytes of tensors
 }
 
-// open opens the task, which h handles, and calls then with the session locked. The end of
+// open opens the task, which h handles, and calls then, if not nil, with the session locked. The end of
 // the caller's ctx stops it.
 func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler, then func(m *stream.Machine, now stream.Instant) error) (err error) {
 	if ctx.Err() != nil {
@@ -49,8 +49,9 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 	t.ctx, t.cancel = context.WithCancel(context.Background())
 	s.DoSend(func(m *stream.Machine, now stream.Instant) {
 		if err = m.OpenCall(now, part); err == nil {
-			s.open[t.id] = h
-			err = then(m, now)
+			if s.open[t.id] = h; then != nil {
+				err = then(m, now)
+			}
 		}
 	})
 	switch {

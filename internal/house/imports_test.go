@@ -74,7 +74,7 @@ var layers = map[string][]string{
 	"internal/flow":      {"assembler", "chunker", "frame", "tensor", "terms"},
 	"stream":             {"assembler", "chunker", "codec", "frame", "internal/flow", "internal/lifecycle", "internal/recent", "reason", "tensor", "terms"},
 
-	"internal/session": {"codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
+	"internal/session": {"assembler", "codec", "frame", "internal/background", "internal/fault", "slab", "stream", "tensor"},
 
 	"internal/lanes":         {"frame", "internal/lane", "internal/session", "stream", "tensor"},
 	"internal/calling":       {"codec", "frame", "internal/glob", "internal/lanes", "internal/session", "reason", "slab", "stream", "tensor"},

@@ -63,33 +63,31 @@ type transition struct {
 	when string // in the words of docs/wire.md
 }
 
-func from(s ...State) []State { return s }
-
 // The tables of both sides, which docs/wire.md draws. The first end that is decided
 // stands: one that comes in a state without a row for it has no effect. Any other
 // cause comes only in a state that has a row for it.
 var (
 	clientTable = []transition{
-		{from(Opening), Began, Running, "the call is sent"},
-		{from(Running), EndedWell, Finishing, "done OK comes"},
-		{from(Finishing), Completed, Over, "every result is whole"},
-		{from(Running), EndedBadly, Over, "done with another code comes"},
-		{from(Opening, Running, Finishing), GivenUp, Over, "it is cancelled, or a result fails"},
-		{from(Opening, Running, Finishing), SessionOver, Over, "the session ends"},
-		{from(Over), Released, Closed, "nothing is being written to its place"},
+		{[]State{Opening}, Began, Running, "the call is sent"},
+		{[]State{Running}, EndedWell, Finishing, "done OK comes"},
+		{[]State{Finishing}, Completed, Over, "every result is whole"},
+		{[]State{Running}, EndedBadly, Over, "done with another code comes"},
+		{[]State{Opening, Running, Finishing}, GivenUp, Over, "it is cancelled, or a result fails"},
+		{[]State{Opening, Running, Finishing}, SessionOver, Over, "the session ends"},
+		{[]State{Over}, Released, Closed, "nothing is being written to its place"},
 	}
 	serverTable = []transition{
-		{from(Opening), Began, Running, "every input is announced"},
-		{from(Running), EndedWell, Finishing, "the model has made every result"},
-		{from(Finishing), Completed, Answering, "every chunk is sent"},
-		{from(Answering), Answered, DoneSent, "done OK is sent"},
-		{from(DoneSent), Acknowledged, Over, "every result is acknowledged"},
-		{from(Opening, Running, Finishing, Answering), EndedBadly, Failed, "the model or a limit fails it"},
-		{from(Opening, Running, Finishing, Answering), GivenUp, Failed, "it is cancelled, a tensor fails, or a time limit passes"},
-		{from(DoneSent), GivenUp, Over, "it is cancelled, a tensor fails, or a time limit passes"},
-		{from(Failed), Answered, Over, "done with its code is sent"},
-		{from(Opening, Running, Finishing, Answering, DoneSent, Failed), SessionOver, Over, "the session ends"},
-		{from(Over), Released, Closed, "nothing is being written to its place"},
+		{[]State{Opening}, Began, Running, "every input is announced"},
+		{[]State{Running}, EndedWell, Finishing, "the model has made every result"},
+		{[]State{Finishing}, Completed, Answering, "every chunk is sent"},
+		{[]State{Answering}, Answered, DoneSent, "done OK is sent"},
+		{[]State{DoneSent}, Acknowledged, Over, "every result is acknowledged"},
+		{[]State{Opening, Running, Finishing, Answering}, EndedBadly, Failed, "the model or a limit fails it"},
+		{[]State{Opening, Running, Finishing, Answering}, GivenUp, Failed, "it is cancelled, a tensor fails, or a time limit passes"},
+		{[]State{DoneSent}, GivenUp, Over, "it is cancelled, a tensor fails, or a time limit passes"},
+		{[]State{Failed}, Answered, Over, "done with its code is sent"},
+		{[]State{Opening, Running, Finishing, Answering, DoneSent, Failed}, SessionOver, Over, "the session ends"},
+		{[]State{Over}, Released, Closed, "nothing is being written to its place"},
 	}
 )
 

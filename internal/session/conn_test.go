@@ -113,7 +113,7 @@ func TestASessionIsCarriedByAConnectionThatIsNotGRPC(t *testing.T) {
 
 		require.NoError(t, server.sess.Drain(context.Background(), "bye"))
 		synctest.Wait()
-		require.True(t, client.drained)
+		client.sess.Do(func(m *stream.Machine, _ stream.Instant) { require.True(t, m.Status().Draining) })
 		close(a.out)
 		<-server.sess.Stopped()
 		require.Equal(t, ErrPeerClosed, server.sess.Cause())

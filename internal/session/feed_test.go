@@ -107,7 +107,7 @@ func TestAViewThatFailsIsTheSourcesFault(t *testing.T) {
 	}
 }
 
-// kept is a Place in memory. What it holds from the beginning it was told not to write.
+// kept is a place in memory. What it holds from the beginning it was told not to write.
 type kept struct {
 	data  []byte
 	order codec.OrderedDigester

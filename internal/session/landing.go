@@ -4,6 +4,7 @@ import (
 	"context"
 	"slices"
 
+	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
@@ -13,12 +14,6 @@ import (
 // Doer runs f on a machine, as Session.Do does.
 type Doer interface {
 	Do(f func(m *stream.Machine, now stream.Instant))
-}
-
-// Place is where an incoming tensor rests.
-type Place interface {
-	// WriteViews borrows views, which belong to byte off of the tensor in order.
-	WriteViews(off int64, views [][]byte) error
 }
 
 // News wakes one goroutine. Its capacity is 1.
@@ -42,7 +37,7 @@ func (n News) Wait(ctx context.Context) error {
 	}
 }
 
-// Landing brings an incoming tensor of a put or a get to its Place: it lends memory for its
+// Landing brings an incoming tensor of a put or a get to where it rests: it lends memory for its
 // next bytes, and hands over what has come in pieces, each once. Stage, and the fields up
 // to it, belong to the session's lock; the other methods to one goroutine.
 type Landing struct {
@@ -53,7 +48,7 @@ type Landing struct {
 	Tell func()
 
 	// Set before Step.
-	To Place
+	To assembler.Placer
 	// Memory is where the tensor rests, if that is memory: it is lent itself.
 	Memory []byte
 	// Slab returns memory of n bytes. Its error counts only if there is no memory yet.

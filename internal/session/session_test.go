@@ -133,7 +133,6 @@ type side struct {
 	code    frame.Code
 	chunks  int
 	opened  bool
-	drained bool
 }
 
 func newSide(t testing.TB, p *pipe, cfg stream.Config) *side {
@@ -161,8 +160,6 @@ func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:
 		s.opened = true
-	case stream.EventDrain:
-		s.drained = true
 	case stream.EventTensor:
 		s.lent[e.Tensor] = make([]byte, e.Desc.SizeBytes)
 		if err := m.Lend(now, e.Tensor, s.lent[e.Tensor], nil); err != nil {
@@ -562,7 +559,7 @@ func TestDrainWaitsForTheLastFrameToGo(t *testing.T) {
 		drained := make(chan error, 1)
 		go func() { drained <- server.sess.Drain(context.Background(), "bye") }()
 		synctest.Wait()
-		require.True(t, client.drained)
+		client.sess.Do(func(m *stream.Machine, _ stream.Instant) { require.True(t, m.Status().Draining) })
 		server.sess.Do(func(m *stream.Machine, now stream.Instant) {
 			m.Finish(frame.Done{Call: call, Code: frame.Aborted, Message: "no more"})
 		})
