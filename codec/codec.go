@@ -6,7 +6,6 @@ import (
 	"math/bits"
 	"runtime"
 	"slices"
-	"sync/atomic"
 
 	"github.com/pierrec/lz4/v4"
 
@@ -63,11 +62,11 @@ func Choose(own []Codec, peer []uint8) Codec {
 }
 
 // Encode encodes the bytes of a chunk, borrowed as views in order, and hands over the
-// payload; nil when the views are to be sent as they are: the codec is None, they would
+// payload, which is released once it is sent, or cannot be; nil when the views are to be sent as they are: the codec is None, they would
 // not become shorter by 1/leastGain, or too much encoded payload waits to be sent. The
 // same bytes encode to the same payload. It may wait for other encoders, a few
 // milliseconds each.
-func (k Codec) Encode(views [][]byte) *Payload {
+func (k Codec) Encode(views [][]byte) *slab.Slab {
 	n := length(views)
 	if k != LZ4 || n < minEncode {
 		return nil
@@ -80,7 +79,7 @@ func (k Codec) Encode(views [][]byte) *Payload {
 	src := s.join(views, n)
 	dst := grow(&s.whole, n-n/leastGain)
 	if n, err := s.lz4.CompressBlock(src, dst); err == nil && n > 0 {
-		return newPayload(dst[:n])
+		return keep(dst[:n])
 	}
 	return nil // it does not fit
 }
@@ -170,35 +169,19 @@ func grow(mem *[]byte, n int) []byte {
 	return (*mem)[:n:n]
 }
 
-// Payloads that wait to be sent, and what they take, in bytes.
-var (
-	payloads = slab.NewPool(keptBytes, slab.System)
-	waiting  atomic.Int64
-)
+// payloads has those that wait to be sent.
+var payloads = slab.NewPool(keptBytes, slab.System)
 
-// Payload is an encoded chunk on its way out.
-type Payload struct{ slab *slab.Slab }
-
-// newPayload copies data; nil when too much waits already, or no memory is left.
-func newPayload(data []byte) *Payload {
-	n := slab.SizeOf(int64(len(data)))
-	if waiting.Add(n) <= waitingBytes {
-		if s, err := payloads.Get(len(data)); err == nil {
-			copy(s.Bytes(), data)
-			return &Payload{s}
-		}
+// keep copies a payload; nil when too much waits already, or no memory is left.
+func keep(data []byte) *slab.Slab {
+	s, err := payloads.Get(len(data))
+	if err != nil {
+		return nil
 	}
-	waiting.Add(-n)
-	return nil
-}
-
-// Bytes lends the payload until Release.
-func (p *Payload) Bytes() []byte { return p.slab.Bytes() }
-
-// Release gives the payload's memory back, once, on any goroutine. The sender must call
-// it also when the connection dies.
-func (p *Payload) Release() {
-	n := slab.SizeOf(int64(len(p.slab.Bytes())))
-	p.slab.Release()
-	waiting.Add(-n)
+	if _, waiting := payloads.Live(); waiting > waitingBytes {
+		s.Release()
+		return nil
+	}
+	copy(s.Bytes(), data)
+	return s
 }

@@ -161,7 +161,7 @@ func (m *Machine) PeerDone(now Instant) {
 		if k.part.Put != nil && k.ended {
 			for _, t := range slices.Clone(k.ins) {
 				if !t.Asm.Whole() {
-					m.fail(&t.Desc, k, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.Desc.Tensor, t.bytes, t.Geo.Size))
+					m.fail(&t.Desc, k, frame.Errorf(frame.InvalidArgument, "tensor %s: the stream ended after %d of %d bytes; send all chunks first", t.Desc.Tensor, min(int64(t.Asm.Held())*t.Geo.ChunkBytes, t.Geo.Size), t.Geo.Size))
 				}
 			}
 		} else if k.missing > 0 || k.part.Put != nil || slices.ContainsFunc(k.ins, func(t *in) bool { return !t.Asm.Whole() }) {

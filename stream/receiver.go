@@ -26,9 +26,8 @@ type receiver struct {
 type in struct {
 	flow.In
 	transfer
-	summed   bool  // client: its Summary has come
-	retained int   // server: bytes, included in call.retained
-	bytes    int64 // received
+	summed   bool // client: its Summary has come
+	retained int  // server: bytes, included in call.retained
 }
 
 // announce adds an admitted tensor.
@@ -212,7 +211,6 @@ func (r *receiver) commit(now Instant, t *in, c *Claim, got uint32, failed error
 	t.touch(now)
 	r.stats.ChunksIn++
 	r.stats.BytesIn += n
-	t.bytes += n
 	if c.lane {
 		r.stats.LaneBytesIn += n
 	}

@@ -162,7 +162,7 @@ func (p *put) send(t *Out) bool {
 		}
 	}
 	p.rest.of(t.Name)
-	f := session.Feed{Session: s, View: t.view, Pieces: pushPieces, Step: p.report, Moved: func(n int64) {
+	f := session.Feed{Session: s, View: t.view, Pieces: pushPieces, Offered: func(int64) { p.report() }, Moved: func(n int64) {
 		t.moved.Add(n)
 		p.news.Tell()
 	}}

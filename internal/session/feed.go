@@ -39,8 +39,6 @@ type Feed struct {
 	// Offered, if not nil, learns of each piece, on the goroutine of Run; Moved, when it was
 	// sent and acknowledged, or given up, on any goroutine, perhaps with the session locked.
 	Offered, Moved func(n int64)
-	// Step, if not nil, is called before each piece, on the goroutine of Run.
-	Step func()
 	// Plain, of a call's input, has no digest, and each chunk is a piece: it is sent as soon
 	// as there is a view of it.
 	Plain bool
@@ -67,9 +65,7 @@ func Geometry(d tensor.Desc, want, most int64) (tensor.Geometry, error) {
 // the tensor has ended, or the cause of ctx.
 func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 	d.Held = len(f.Held) > 0
-	if d.RetainChunks == 0 {
-		d.RetainChunks = uint32(f.Pieces) * f.chunks(int64(d.ChunkBytes))
-	}
+	d.RetainChunks = uint32(f.Pieces) * f.chunks(int64(d.ChunkBytes))
 	size, err := d.Bytes()
 	if err != nil {
 		return codec.Digest{}, err
@@ -124,9 +120,6 @@ func (f *Feed) Send(ctx context.Context, id tensor.ID, geo tensor.Geometry) (cod
 	var turn background.Turn // of hashing what is not sent, which no reader paces
 	defer turn.End()
 	for i := uint32(0); i < geo.Count(); i += step {
-		if f.Step != nil {
-			f.Step()
-		}
 		off, _ := geo.Span(i)
 		n := min(int64(step)*geo.ChunkBytes, geo.Size-off)
 		if cover(&held, off, n) {
