@@ -79,8 +79,7 @@ func Greet(conn net.Conn, token frame.LaneToken, n int) error {
 // Offers holds the tokens that a server's sessions offer. The zero Offers is ready to use.
 // Safe for concurrent use.
 type Offers struct {
-	mu   sync.Mutex
-	open map[[sha256.Size]byte]*offer // by the token's hash, so that timing does not leak the token; guarded by mu
+	open sync.Map // of *offer by the token's hash, so that timing does not leak the token
 }
 
 // Owner has the lanes of a token.
@@ -95,7 +94,8 @@ type Owner struct {
 
 type offer struct {
 	Owner
-	used [Uses / 64]uint64 // one bit per use; guarded by Offers.mu
+	mu   sync.Mutex
+	used [Uses / 64]uint64 // one bit per use; guarded by mu
 }
 
 // Uses is how many lanes a token opens.
@@ -106,17 +106,8 @@ const Uses = 256
 func (o *Offers) Offer(owner Owner) (token frame.LaneToken, withdraw func()) {
 	_, _ = rand.Read(token[:]) // it never fails
 	key := sha256.Sum256(token[:])
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	if o.open == nil {
-		o.open = make(map[[sha256.Size]byte]*offer)
-	}
-	o.open[key] = &offer{Owner: owner}
-	return token, func() {
-		o.mu.Lock()
-		defer o.mu.Unlock()
-		delete(o.open, key)
-	}
+	o.open.Store(key, &offer{Owner: owner})
+	return token, func() { o.open.Delete(key) }
 }
 
 // Accept reads the rest of a greeting, after its magic, answers it, and hands over the
@@ -140,18 +131,17 @@ func (o *Offers) Accept(conn net.Conn) error {
 
 // take spends one use of a token.
 func (o *Offers) take(conn net.Conn, token frame.LaneToken, n uint64) (*offer, answer) {
-	key := sha256.Sum256(token[:])
-	o.mu.Lock()
-	f := o.open[key]
-	o.mu.Unlock()
-	if f != nil && !f.Permits(conn) { // not while others wait: it may check a certificate
+	found, _ := o.open.Load(sha256.Sum256(token[:]))
+	f, _ := found.(*offer)
+	switch {
+	case f == nil:
+		return f, unknown
+	case !f.Permits(conn): // not while others wait: it may check a certificate
 		return f, foreign
 	}
-	o.mu.Lock()
-	defer o.mu.Unlock()
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	switch {
-	case f == nil || o.open[key] != f:
-		return f, unknown
 	case n >= Uses || f.used[n/64]&(1<<(n%64)) != 0:
 		return f, used
 	case !f.Admit(conn):

@@ -77,9 +77,12 @@ func (f *Feed) Run(ctx context.Context, d frame.Desc) (codec.Digest, error) {
 			err = f.open(m, now)
 			// The chunks that the receiver has are left out before it learns of the tensor: it may
 			// acknowledge them at once.
-			for i := uint32(0); err == nil && i < geo.Count(); i++ {
-				if off, n := geo.Span(i); cover(&held, off, n) {
-					err = m.Skip(now, d.Tensor, i, i+1)
+			for lo, hi := uint32(0), uint32(0); err == nil && lo < geo.Count(); lo, hi = hi+1, hi+1 {
+				for off, n := geo.Span(hi); hi < geo.Count() && cover(&held, off, n); off, n = geo.Span(hi) {
+					hi++
+				}
+				if lo < hi {
+					err = m.Skip(now, d.Tensor, lo, hi)
 				}
 			}
 		})
