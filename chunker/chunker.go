@@ -40,6 +40,8 @@ type Chunker struct {
 	sent    spans // taken or skipped
 	skipped spans // never sent and not acknowledged
 	closed  bool
+
+	first [4]span // of those that nearly every tensor has; none is allocated by itself
 }
 
 // region is offered memory, shared by the chunker until acknowledged and by
@@ -118,7 +120,11 @@ func (s spans) prefix() int64 {
 }
 
 // New returns a chunker with nothing offered yet.
-func New(geo tensor.Geometry) *Chunker { return &Chunker{geo: geo} }
+func New(geo tensor.Geometry) *Chunker {
+	c := &Chunker{geo: geo}
+	c.offered, c.ready, c.acked, c.sent = c.first[0:0:1], c.first[1:1:2], c.first[2:2:3], c.first[3:3:4]
+	return c
+}
 
 // Offer shares data as the tensor's bytes from off on. release, if not nil, runs
 // once when every chunk of it is acknowledged, or the chunker is closed, and no
