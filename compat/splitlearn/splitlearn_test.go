@@ -467,11 +467,11 @@ func TestMonitoringStreamsUntilItIsCancelled(t *testing.T) {
 		require.Nil(t, m.GpuMemoryTotalMb)
 		if name == "shortest" {
 			for range 3 {
-				next, err := s.Recv()
+				first, err = s.Recv()
 				require.NoError(t, err)
-				require.Greater(t, next.GetSnapshot().GetTimestamp(), m.GetTimestamp()+0.05)
-				m = next.GetSnapshot()
 			}
+			// One may be late, and the next one soon after it; none is early.
+			require.Greater(t, first.GetSnapshot().GetTimestamp(), m.GetTimestamp()+0.15)
 		}
 		cancel()
 		_, err = s.Recv()
