@@ -97,8 +97,8 @@ func (s spans) meets(lo, hi int64) bool {
 	return at < len(s) && s[at].lo < hi
 }
 
-// add adds [lo, hi), and joins it with what it touches. It reports whether some of it was new.
-func (s *spans) add(lo, hi int64) (news bool) {
+// add adds [lo, hi) to spans, and joins it with what it touches. It reports whether some of it was new.
+func add(s *spans, lo, hi int64) (news bool) {
 	if lo >= hi || s.has(lo, hi) {
 		return false
 	}
@@ -156,10 +156,10 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	r.refs.Store(1)
 	c.regions = slices.Insert(c.regions, at, r)
 	if c.geo.Size == 0 {
-		c.ready.add(0, 1)
+		add(&c.ready, 0, 1)
 		return nil
 	}
-	c.offered.add(off, off+n)
+	add(&c.offered, off, off+n)
 	// The chunks at both ends may be offered in part.
 	all := c.offered[c.offered.search(off)]
 	lo, hi := off/c.geo.ChunkBytes, (off+n-1)/c.geo.ChunkBytes+1
@@ -169,7 +169,7 @@ func (c *Chunker) Offer(off int64, data []byte, release func()) error {
 	if min(hi*c.geo.ChunkBytes, c.geo.Size) > all.hi {
 		hi--
 	}
-	c.ready.add(lo, hi)
+	add(&c.ready, lo, hi)
 	return nil
 }
 
@@ -196,7 +196,7 @@ func (c *Chunker) Take(limit uint32) (index uint32, ok bool) {
 	if s.lo++; s.lo == s.hi {
 		c.ready = slices.Delete(c.ready, 0, 1)
 	}
-	c.sent.add(int64(index), int64(index)+1)
+	add(&c.sent, int64(index), int64(index)+1)
 	return index, true
 }
 
@@ -208,9 +208,9 @@ func (c *Chunker) Skip(lo, hi uint32) {
 	}
 	from, _ := c.geo.Span(lo)
 	last, n := c.geo.Span(hi - 1)
-	c.offered.add(from, last+n)
-	c.skipped.add(int64(lo), int64(hi))
-	c.sent.add(int64(lo), int64(hi))
+	add(&c.offered, from, last+n)
+	add(&c.skipped, int64(lo), int64(hi))
+	add(&c.sent, int64(lo), int64(hi))
 }
 
 // View appends the chunk's bytes to views and shares them until the Releaser is
@@ -290,9 +290,9 @@ func (c *Chunker) Ack(below uint32, beyond []uint32) (news bool, err error) {
 	if c.closed {
 		return false, nil
 	}
-	news = c.acked.add(0, int64(below))
+	news = add(&c.acked, 0, int64(below))
 	for r := range slices.Chunk(beyond, 2) {
-		news = c.acked.add(int64(r[0]), int64(r[1])) || news
+		news = add(&c.acked, int64(r[0]), int64(r[1])) || news
 	}
 	if !news {
 		return false, nil

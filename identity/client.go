@@ -37,7 +37,8 @@ type ClientFiles struct {
 func (f ClientFiles) Credentials() (credentials.TransportCredentials, credentials.PerRPCCredentials, error) {
 	silent := slog.New(slog.DiscardHandler)
 	now, err := watch(silent, func(bool) (*tls.Config, error) {
-		cfg, err := &tls.Config{MinVersion: tls.VersionTLS13}, error(nil)
+		cfg := &tls.Config{MinVersion: tls.VersionTLS13}
+		var err error
 		if f.CA != "" {
 			if cfg.RootCAs, err = authorities(f.CA); err != nil {
 				return nil, err

@@ -43,7 +43,7 @@ func (l *LogSampler) Again() (n int64, due bool) {
 // Log counts one event and, if that is due, logs it, with the count under a name.
 func (l *LogSampler) Log(log *slog.Logger, level slog.Level, message, count string, attrs ...slog.Attr) {
 	if n, due := l.Again(); due {
-		log.LogAttrs(context.Background(), level, message, append(attrs, slog.Int64(count, n))...)
+		log.LogAttrs(context.Background(), level, message, append(attrs, slog.Int64(count, n))...) //nolint:sloglint // the callers' are literals
 	}
 }
 

@@ -184,11 +184,7 @@ func (c *Call) write(m *stream.Machine, now stream.Instant, r *result, to Sink, 
 			if err = l.Step(); ended || l.Whole() {
 				break
 			}
-			select {
-			case <-news:
-			case <-c.ctx.Done():
-				ended = true // step once more: the last pieces may have arrived before the end
-			}
+			ended = news.Wait(c.ctx) != nil // step once more then: the last pieces may have arrived before the end
 		}
 		at.rest.end()
 		if err != nil {

@@ -98,14 +98,7 @@ func (t *task) Stop(cause error) {
 }
 
 // wait waits for news. It returns false when the task has ended.
-func (t *task) wait() bool {
-	select {
-	case <-t.news:
-		return true
-	case <-t.ctx.Done():
-		return false
-	}
-}
+func (t *task) wait() bool { return t.news.Wait(t.ctx) == nil }
 
 // err returns the task's error. The end of the caller's ctx outranks what it caused. It must
 // only be called after the task's ctx has ended.

@@ -43,11 +43,17 @@ func (s *Set) OfferLanes(sess Session, principal string, permits func(credential
 	return withdraw
 }
 
-// admitLane makes a connection a lane if there is room for another one of its owner.
+// admitLane makes a connection a lane if there is room for another one of its owner. Else it
+// counts beyond the limit: its peer may try again as soon as it hears that it is refused.
 func (s *Set) admitLane(c *Conn, owner any) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if lanesShare*s.accepted > s.cfg.Connections || ownerShare*(s.laned[owner]+1) > s.cfg.Connections {
+		if s.refusing < refusals {
+			s.accepted--
+			s.refusing++
+			c.state = told
+		}
 		return false
 	}
 	s.laned[owner]++

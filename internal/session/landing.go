@@ -231,11 +231,13 @@ func (l *Landing) more() error {
 
 // held returns how many of the next bytes are in chunks that lie in one range of Held.
 func (l *Landing) held() (n int64) {
-	for size := int64(0); ; n += size {
+	for {
 		off := l.lent + n
-		if size = min(l.Geo.ChunkBytes, l.Geo.Size-off); !cover(&l.Held, off, size) {
+		size := min(l.Geo.ChunkBytes, l.Geo.Size-off)
+		if !cover(&l.Held, off, size) {
 			return n
 		}
+		n += size
 	}
 }
 
