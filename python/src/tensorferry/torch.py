@@ -30,9 +30,10 @@ from torch.autograd.function import once_differentiable
 from . import _train
 from ._client import Call, Client
 from ._errors import Error, FailedPrecondition, NotFound, Unavailable
+from ._split import split
 from ._tensor import having
 
-__all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_"]
+__all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_norm_", "split"]
 
 _LOOK_SECONDS = 0.2  # between two looks whether the lease is free
 _WARN_SECONDS = 60.0  # between two warnings of what went wrong beside a step
