@@ -5,6 +5,7 @@
 // thread's, and the next fiber goes on with the loop. So a kernel without barriers
 // needs one fiber and no switch at all.
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -40,6 +41,8 @@ constexpr size_t fence = 4096;  // below a stack, where writing faults
 
 struct Fiber {
     ucontext_t context;
+    jmp_buf at;  // where it goes on: swapcontext makes two system calls for the mask of signals
+    bool begun = false;
     char *map = nullptr;  // fence and stack
     const void *bottom = nullptr;
     size_t size = 0;
@@ -132,7 +135,10 @@ void Runner::hop() {
     swapcontext(&from->context, &to->context);
     __sanitizer_finish_switch_fiber(mine, nullptr, nullptr);
 #else
-    swapcontext(&from->context, &to->context);
+    from->begun = true;
+    if (_setjmp(from->at)) return;
+    if (to->begun) _longjmp(to->at, 1);
+    setcontext(&to->context);
 #endif
 }
 
