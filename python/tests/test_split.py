@@ -164,7 +164,7 @@ class Cut(unittest.TestCase):
             top(h)
         with self.assertRaisesRegex(TypeError, "takes x, scale; 1 tensors were given"):
             trunk(h)
-        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        mask = torch.rand(5, 5)
         model = encoder().eval()
         bottom, trunk, top = split(model, "layers.1", "layers.3", also=["src_mask"])
         h = trunk(*bottom(self.rows, mask))
@@ -214,6 +214,10 @@ class Cut(unittest.TestCase):
             (lambda x, b, i, s: x if i > 1 else b(x), "does not call h.2"),
             (lambda x, b, i, s: b(x, extra=True), "h.2 is called with extra=True, which the trunk does not know"),
             (lambda x, b, i, s: b(x, x), r"h.2 is called with scale=a Tensor.*also=\['scale'\]"),
+            (
+                lambda x, b, i, s: b(x, (x, x) if i == 2 else None),
+                r"h.2 is called with scale=a tuple.*also=\['scale'\]",
+            ),
             (lambda x, b, i, s: b(x)[0], "takes a part of the result of h.3"),
             (lambda x, b, i, s: b([x]) if i == 2 else b(x), "h.2 is called with a list first"),
         ]
@@ -290,6 +294,14 @@ class Cut(unittest.TestCase):
                     mine.step(), theirs.step(), alone.step()
             for n, t in whole.state_dict().items():
                 self.assertTrue(torch.equal(t, twin.state_dict()[n]), n)
+
+    def test_a_served_trunk_takes_what_bottom_returns(self) -> None:
+        program()
+        model, scale = GPT(), torch.rand(2, 5, 8)
+        bottom, trunk, top = split(model.eval(), "h.2", "h.4", also=["scale"])
+        with tf.serve(trunk, 0, name="trunk") as server, tf.connect(server.address) as client, torch.no_grad():
+            said = client.call("trunk", dict(zip(("x", "scale"), bottom(self.tokens, scale)))).result()
+            self.assertTrue(torch.equal(top(said["y"], self.tokens, scale), model(self.tokens, scale)))
 
 
 if __name__ == "__main__":

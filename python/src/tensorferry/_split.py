@@ -135,7 +135,8 @@ class _Cut:
             usual = parameters[n].default if n in parameters else None
             usual = None if usual is inspect.Parameter.empty else usual
             if n not in self.also and v is not usual and not (isinstance(v, (int, float, str)) and v == usual):
-                hint = f"; split(..., also=[{n!r}]) hands it on" if isinstance(v, torch.Tensor) else ""
+                tensors = any(isinstance(y, torch.Tensor) for y in _leaves(v))
+                hint = f"; split(..., also=[{n!r}]) hands it on" if tensors else ""
                 said = v if isinstance(v, (int, float, str, type(None))) else f"a {type(v).__name__}"
                 raise _uncut(f"{self.name(i)} is called with {n}={said}, which the trunk does not know{hint}")
         return x, *(given.get(n) for n in self.also)
