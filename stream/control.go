@@ -30,12 +30,7 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 	if wrong := f.CheckSender(!m.cfg.Server); wrong != "" {
 		return m.violate(frame.InvalidArgument, "%s", wrong)
 	}
-	for i := range f.Calls {
-		m.callPart(now, &f.Calls[i])
-	}
-	for i := range f.Descs {
-		m.descPart(now, &f.Descs[i])
-	}
+	// Before calls: who may have one at a time acknowledges the last one's results with the next.
 	for _, p := range f.Credits {
 		if t := m.out.tensors[p.Tensor]; t == nil {
 			m.unknown(p.Tensor)
@@ -49,6 +44,12 @@ func (m *Machine) Control(now Instant, f *frame.Frame) error {
 		} else {
 			m.unknown(p.Tensor)
 		}
+	}
+	for i := range f.Calls {
+		m.callPart(now, &f.Calls[i])
+	}
+	for i := range f.Descs {
+		m.descPart(now, &f.Descs[i])
 	}
 	// Before cancels: a client that gives up a result sends both, and the failure has the
 	// reason.

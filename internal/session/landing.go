@@ -231,14 +231,11 @@ func (l *Landing) more() error {
 
 // held returns how many of the next bytes are in chunks that lie in one range of Held.
 func (l *Landing) held() (n int64) {
-	for {
-		off := l.lent + n
-		size := min(l.Geo.ChunkBytes, l.Geo.Size-off)
-		if !cover(&l.Held, off, size) {
-			return n
-		}
-		n += size
+	size := func() int64 { return min(l.Geo.ChunkBytes, l.Geo.Size-l.lent-n) }
+	for cover(&l.Held, l.lent+n, size()) {
+		n += size()
 	}
+	return n
 }
 
 // Home reports whether nothing is lent any more; if so, it releases the slabs. The tensor

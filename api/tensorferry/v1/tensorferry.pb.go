@@ -241,8 +241,9 @@ func (Codec) EnumDescriptor() ([]byte, []int) {
 
 // Frame is one message of a session, a push or a pull, in either direction. Small
 // parts ride together; a receiver handles them in the order of their numbers,
-// except that failures come before cancels, and summaries last. A frame with nothing
-// in it says that the client is alive, and waits for its own input or output.
+// except that credits and acks come first, failures before cancels, and summaries
+// last. A frame with nothing in it says that the client is alive, and waits for its own
+// input or output.
 type Frame struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// First on each side, exactly once.

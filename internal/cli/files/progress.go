@@ -143,10 +143,7 @@ func (p *ProgressBars) line() string {
 	columns, _, _ := term.GetSize(int(p.terminal.Fd())) // 0 on error
 	room := max(columns-len("^C")-1-utf8.RuneCountInString(left+right), 3)
 	full := int(float64(room) * float64(moved) / float64(size))
-	bar := strings.Repeat("=", full)
-	if full < room {
-		bar += ">" + strings.Repeat("-", room-full-1)
-	}
+	bar := (strings.Repeat("=", full) + ">" + strings.Repeat("-", room))[:room]
 	return "\r" + left + bar + right + "\x1b[K"
 }
 
@@ -195,21 +192,25 @@ type Bar struct {
 
 // Write counts the bytes of p. It never fails.
 func (b *Bar) Write(p []byte) (int, error) {
-	if b != nil {
-		b.Set(b.moved + int64(len(p)))
-	}
+	b.add(int64(len(p)), false)
 	return len(p), nil
 }
 
 // Set records that the first n bytes have moved, instead of Write.
-func (b *Bar) Set(n int64) {
-	if b == nil || n == b.moved {
+func (b *Bar) Set(n int64) { b.add(n, true) }
+
+func (b *Bar) add(n int64, all bool) {
+	if b == nil {
 		return
 	}
 	b.bars.mu.Lock()
 	defer b.bars.mu.Unlock()
-	b.bars.moved += n - b.moved
-	if b.moved = n; n == b.size {
+	if all {
+		n -= b.moved
+	}
+	b.moved += n
+	b.bars.moved += n
+	if b.moved == b.size && n > 0 {
 		b.bars.done++
 	}
 }
