@@ -552,11 +552,11 @@ func (c *Conn) wait() (charged bool, err error) {
 		case <-look.C:
 		}
 		waited := time.Since(begin)
+		if rpc := c.m.victim(c, waited); rpc != nil { // a collection may have taken long: before c is closed
+			rpc.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
+		}
 		if time.Since(c.stuck) >= pause { // it may have gone long ago: nobody reads that
 			return c.giveUp(fmt.Errorf("%w: waited %v", ErrMemory, pause))
-		}
-		if rpc := c.m.victim(c, waited); rpc != nil {
-			rpc.cancel(ErrMemory) // without the lock: gRPC opens RPCs under one of its own
 		}
 	}
 }

@@ -470,6 +470,28 @@ func TestOneThatFitsIntoItsOwnShareWaitsForNobody(t *testing.T) {
 	})
 }
 
+// TestASlowCollectionEndsAnRPCAndNotItsConnection has one that takes longer than a connection waits.
+func TestASlowCollectionEndsAnRPCAndNotItsConnection(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMemory(0, mib)
+		m.later, m.gc = func(func()) {}, func() { time.Sleep(2 * pause) }
+		full := m.fill(m.limit)
+		m.mu.Lock()
+		m.leave(full, 1)
+		m.mu.Unlock()
+		r := m.charging()
+		var why error
+		r.cancel = func(err error) { why = err }
+		if taken, err := r.charge(wire.FrameBytes, mib, 0); taken || err != nil {
+			t.Errorf("the frame: %v, %v", taken, err)
+		}
+		if !errors.Is(why, ErrMemory) {
+			t.Errorf("its RPC was told %v", why)
+		}
+		m.overdue.Stop()
+	})
+}
+
 // TestARefusalClosesTheConnectionThatLeavesMostUnread has RPCs that have ended and whose
 // peers give no window for their statuses.
 func TestARefusalClosesTheConnectionThatLeavesMostUnread(t *testing.T) {
