@@ -33,6 +33,8 @@ var (
 	// ErrPrecondition is wrapped when a model's state does not allow what a call asks for, or
 	// the elements of its input do not; the text says what to do first, or which elements.
 	ErrPrecondition = errors.New("engine: refused")
+	// ErrStateLost is wrapped when the State of a call is gone, for example with its process.
+	ErrStateLost = errors.New("engine: the state is lost")
 	// ErrModel is wrapped around the failure of a model's own code.
 	ErrModel = errors.New("engine: model failed")
 	// ErrLost is wrapped when Close gave up waiting for a model's own code to stop, as
@@ -127,6 +129,7 @@ type Call struct {
 	Principal *slab.Principal   // holds the memory that it takes, for fair budgets
 	Inputs    []Input           // one for each of the model's input ports, in the model's order
 	Params    map[string]string // as the caller sent them; read-only
+	State     State             // of the sequence that the call is a step of; nil: of none, or the model keeps nothing
 	// Lifetime ends with the caller's session, or what stands for one: graphs, caches
 	// and leases that outlast the call end then. Nil: nothing outlasts the call.
 	Lifetime context.Context

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"unicode"
@@ -112,6 +113,12 @@ func (c *Call) CheckContent() string {
 	switch {
 	case c.Put != nil && c.Get != nil || c.Stored() && (c.Model != "" || len(c.Inputs) > 0):
 		return "a call is either a put, a get or a run of a model"
+	case c.Stored() && c.Sequence != nil:
+		return "a put or a get is of no sequence"
+	case c.Sequence != nil:
+		if problem := c.checkSequence(); problem != "" {
+			return problem
+		}
 	case !c.Stored() && c.Model == "":
 		return "call names no model"
 	}
@@ -124,6 +131,26 @@ func (c *Call) CheckContent() string {
 				return fmt.Sprintf("inputs %q and %q share a port or a tensor", o.Port, b.Port)
 			}
 		}
+	}
+	return ""
+}
+
+// checkSequence reports what a call of a sequence may not have, or nothing.
+func (c *Call) checkSequence() string {
+	q, first := c.Sequence, c.Sequence.MaxRows > 0
+	switch {
+	case q.ID.IsZero():
+		return "sequence without an id"
+	case q.MaxRows > math.MaxInt64:
+		return fmt.Sprintf("max_rows is %d; the limit is %d", q.MaxRows, int64(math.MaxInt64))
+	case first && q.End:
+		return "a call either begins a sequence or ends it"
+	case first && (c.Model == "" || len(c.Inputs) > 0):
+		return "a call that begins a sequence names a model and has no inputs"
+	case !first && (c.Model != "" || len(c.Params) > 0):
+		return "a call of a sequence after the first names no model and has no params; set max_rows to begin one"
+	case !first && q.End != (len(c.Inputs) == 0):
+		return "a step of a sequence has inputs, and the call that ends it has none"
 	}
 	return ""
 }
@@ -255,6 +282,7 @@ func (d *Desc) Cost() int {
 // Same reports whether two calls with one ID say the same.
 func (c *Call) Same(o *Call) bool {
 	return (c.Get == nil) == (o.Get == nil) && (c.Put == nil) == (o.Put == nil) && (c.Put == nil || *c.Put == *o.Put) &&
+		(c.Sequence == nil) == (o.Sequence == nil) && (c.Sequence == nil || *c.Sequence == *o.Sequence) &&
 		c.Model == o.Model && c.TimeoutMillis == o.TimeoutMillis && slices.Equal(c.Inputs, o.Inputs) && maps.Equal(c.Params, o.Params)
 }
 

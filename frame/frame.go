@@ -80,6 +80,7 @@ type Hello struct {
 	// not say that it waits; 0 if it does not tell.
 	ChunkIdleMillis uint32
 	Stores          bool // of a server: calls may be puts and gets
+	Sequences       bool // of a server: calls may be of sequences
 }
 
 // LaneToken is the secret that opens lanes of one session; zero if there is none.
@@ -95,12 +96,20 @@ type Call struct {
 	Inputs        []Binding
 	Params        map[string]string
 	TimeoutMillis uint64
-	Put           *Put // nil unless the call is a put
-	Get           *Get // nil unless the call is a get
+	Put           *Put      // nil unless the call is a put
+	Get           *Get      // nil unless the call is a get
+	Sequence      *Sequence // nil unless the call is of a sequence
 }
 
 // Stored reports whether the call is a put or a get.
 func (c *Call) Stored() bool { return c.Put != nil || c.Get != nil }
+
+// Sequence says of which sequence a call is. One with MaxRows begins it, and one with End ends it.
+type Sequence struct {
+	ID      tensor.ID
+	MaxRows uint64
+	End     bool
+}
 
 // Put stores the tensors that are announced for its call.
 type Put struct {

@@ -64,6 +64,7 @@ var (
 	ModelParam       = is("MODEL_REFUSES_PARAMETER", "INVALID_ARGUMENT", Client, false, "the model does not have this parameter, or does not take this value of it", "tensorferry models"+Asked+" says what it takes")
 	ModelPorts       = is("MODEL_HAS_OTHER_PORTS", "INVALID_ARGUMENT", Client, false, "the call names inputs or results that the model does not have", "tensorferry models"+Asked+" says what it takes")
 	ModelState       = is("MODEL_NOT_READY", "FAILED_PRECONDITION", Client, false, "the model's state, or an element of an input, does not allow it", "")
+	StateLost        = is("STATE_LOST", "FAILED_PRECONDITION", Either, false, "what a sequence of calls had on the server is gone", "begin another sequence, with the rows from the first on")
 	ModelFailed      = is("MODEL_FAILED", "INTERNAL", Server, false, "the model's own code failed or panicked", "")
 	ModelUnavailable = is("MODEL_UNAVAILABLE", "UNAVAILABLE", Server, true, "the model, or its device, cannot run now", "the server takes nothing now: try again later")
 	CallTimeout      = is("CALL_TIMEOUT", "DEADLINE_EXCEEDED", Client, false, "the call's timeout has passed", "")

@@ -65,7 +65,7 @@ func (m *Machine) Status() Status {
 	return Status{
 		Server: m.cfg.Server, Session: m.cfg.Session, Open: m.helloSeen && !m.shut, Draining: m.draining || m.drained,
 		Checksum: m.cfg.Check, Codec: m.code, PeerChunkBytes: int64(min(m.peer.MaxChunkBytes, m.cfg.Limits.ChunkBytes)),
-		PeerChunkIdle: Instant(m.peer.ChunkIdleMillis) * terms.Millisecond, PeerStores: m.peer.Stores, PeerTensors: int(m.peer.MaxOpenTensors),
+		PeerChunkIdle: Instant(m.peer.ChunkIdleMillis) * terms.Millisecond, PeerStores: m.peer.Stores, PeerSequences: m.peer.Sequences, PeerTensors: int(m.peer.MaxOpenTensors),
 		Calls: len(m.calls.open), Err: m.err, Stats: m.stats,
 	}
 }

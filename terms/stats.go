@@ -40,6 +40,7 @@ type Status struct {
 	PeerChunkBytes int64
 	PeerChunkIdle  Instant // the peer's idle timeout, unless this side says that it waits; 0 if unknown
 	PeerStores     bool    // calls may be puts and gets
+	PeerSequences  bool    // calls may be of sequences
 	PeerTensors    int     // open tensors that the peer accepts
 	Calls          int     // open
 	Err            error   // why the session ended, or nil

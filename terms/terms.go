@@ -66,7 +66,7 @@ func (c *Config) Hello(lanes bool) *frame.Hello {
 	}
 	if c.Server {
 		h.ChunkIdleMillis = uint32(min(max(c.Limits.ChunkIdle/Millisecond, 1), 1<<32-1))
-		h.Stores = c.Stores
+		h.Stores, h.Sequences = c.Stores, !c.OneWay
 	}
 	return h
 }

@@ -15,6 +15,8 @@ type Model struct {
 	Info engine.Info
 	// Bind ties the model to a checked call. Its error refuses that (wraps engine.ErrInput).
 	Bind func(engine.Call) (Bound, error)
+	// Begin, if set, is engine.Sequencer's.
+	Begin func(context.Context, engine.Sequence) (engine.State, error)
 	// Setup, if set, runs once before the model is there. Teardown, if set, runs
 	// once, when the model is closed: by a Registry after its last use.
 	Setup    func() error
@@ -119,6 +121,18 @@ func (m *model) Gauges() []engine.Gauge {
 		return nil
 	}
 	return m.Model.Gauges()
+}
+
+// Begin implements engine.Sequencer.
+func (m *model) Begin(ctx context.Context, q engine.Sequence) (s engine.State, err error) {
+	if m.Model.Begin == nil {
+		return nil, nil
+	}
+	err = guard(m.Model.Info.Name, func() error {
+		s, err = m.Model.Begin(ctx, q)
+		return err
+	})
+	return s, err
 }
 
 // Open implements engine.Model.

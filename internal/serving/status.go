@@ -69,6 +69,7 @@ var callRules = []Rule{
 	{Err: engine.ErrInput, Why: reason.ModelInput},
 	{Err: engine.ErrParam, Why: reason.ModelParam},
 	{Err: engine.ErrPrecondition, Why: reason.ModelState},
+	{Err: engine.ErrStateLost, Why: reason.StateLost},
 	{Err: tensor.ErrTooLarge, Why: reason.TooLarge}, // also of an input
 	{Err: errBinding, Why: reason.ModelPorts},
 	{Err: slab.ErrBudget, Why: reason.Budget},

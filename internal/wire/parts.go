@@ -49,6 +49,7 @@ func (c *coder) hello(h *frame.Hello) {
 	number(c, 10, &h.ChunkIdleMillis)
 	c.flag(11, &h.Stores)
 	number(c, 12, &h.LanesAtOnce)
+	c.flag(13, &h.Sequences)
 }
 
 func (c *coder) call(v *frame.Call) {
@@ -59,6 +60,13 @@ func (c *coder) call(v *frame.Call) {
 	number(c, 5, &v.TimeoutMillis)
 	optional(c, 6, "put", &v.Put, (*coder).put)
 	optional(c, 7, "get", &v.Get, (*coder).get)
+	optional(c, 8, "sequence", &v.Sequence, (*coder).sequence)
+}
+
+func (c *coder) sequence(q *frame.Sequence) {
+	c.id(1, "id", &q.ID)
+	number(c, 2, &q.MaxRows)
+	c.flag(3, &q.End)
 }
 
 func (c *coder) put(p *frame.Put) { c.flag(1, &p.All) }

@@ -422,7 +422,9 @@ type Hello struct {
 	Stores bool `protobuf:"varint,11,opt,name=stores,proto3" json:"stores,omitempty"`
 	// How many lanes a session may have at a time; of the client also if it opens fewer. 0 is
 	// one, which carries only chunks without a codec.
-	LanesAtOnce   uint32 `protobuf:"varint,12,opt,name=lanes_at_once,json=lanesAtOnce,proto3" json:"lanes_at_once,omitempty"`
+	LanesAtOnce uint32 `protobuf:"varint,12,opt,name=lanes_at_once,json=lanesAtOnce,proto3" json:"lanes_at_once,omitempty"`
+	// Of the server: calls may be of sequences.
+	Sequences     bool `protobuf:"varint,13,opt,name=sequences,proto3" json:"sequences,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -541,14 +543,21 @@ func (x *Hello) GetLanesAtOnce() uint32 {
 	return 0
 }
 
+func (x *Hello) GetSequences() bool {
+	if x != nil {
+		return x.Sequences
+	}
+	return false
+}
+
 // Call opens one run of a model or, with put or get set, moves tensors into or out of
-// the store.
+// the store. With sequence set, it is one of a sequence.
 type Call struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 16 bytes, UUIDv7, unique in the session.
 	Id []byte `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// The model's name, 1 to 512 bytes of UTF-8 without control characters; empty for a
-	// put or a get.
+	// put, a get, and calls of a sequence after the first.
 	Model string `protobuf:"bytes,2,opt,name=model,proto3" json:"model,omitempty"`
 	// The tensors that are its inputs, one per input port.
 	Inputs []*Input `protobuf:"bytes,3,rep,name=inputs,proto3" json:"inputs,omitempty"`
@@ -559,7 +568,9 @@ type Call struct {
 	// The call stores the tensors that are announced for it. Its id names the transfer.
 	Put *Put `protobuf:"bytes,6,opt,name=put,proto3" json:"put,omitempty"`
 	// The call sends tensors of the store. Its id names the transfer.
-	Get           *Get `protobuf:"bytes,7,opt,name=get,proto3" json:"get,omitempty"`
+	Get *Get `protobuf:"bytes,7,opt,name=get,proto3" json:"get,omitempty"`
+	// The call begins a sequence, is a step of it, or ends it.
+	Sequence      *Sequence `protobuf:"bytes,8,opt,name=sequence,proto3" json:"sequence,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -643,6 +654,79 @@ func (x *Call) GetGet() *Get {
 	return nil
 }
 
+func (x *Call) GetSequence() *Sequence {
+	if x != nil {
+		return x.Sequence
+	}
+	return nil
+}
+
+// Sequence names calls that share a state of the model, one after the other. The first has
+// the model, its params, max_rows and no inputs; the steps have inputs and neither model nor
+// params; the last has end. It lives no longer than its session.
+type Sequence struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// 16 bytes, UUIDv7, chosen by the client, unique in the session.
+	Id []byte `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Of the first call: how many rows the inputs of all steps have together at most, 1 or more.
+	MaxRows uint64 `protobuf:"varint,2,opt,name=max_rows,json=maxRows,proto3" json:"max_rows,omitempty"`
+	// The call, which has no inputs, ends the sequence.
+	End           bool `protobuf:"varint,3,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Sequence) Reset() {
+	*x = Sequence{}
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Sequence) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Sequence) ProtoMessage() {}
+
+func (x *Sequence) ProtoReflect() protoreflect.Message {
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Sequence.ProtoReflect.Descriptor instead.
+func (*Sequence) Descriptor() ([]byte, []int) {
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Sequence) GetId() []byte {
+	if x != nil {
+		return x.Id
+	}
+	return nil
+}
+
+func (x *Sequence) GetMaxRows() uint64 {
+	if x != nil {
+		return x.MaxRows
+	}
+	return 0
+}
+
+func (x *Sequence) GetEnd() bool {
+	if x != nil {
+		return x.End
+	}
+	return false
+}
+
 // Put stores tensors.
 type Put struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -654,7 +738,7 @@ type Put struct {
 
 func (x *Put) Reset() {
 	*x = Put{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -666,7 +750,7 @@ func (x *Put) String() string {
 func (*Put) ProtoMessage() {}
 
 func (x *Put) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[3]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -679,7 +763,7 @@ func (x *Put) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Put.ProtoReflect.Descriptor instead.
 func (*Put) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{3}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Put) GetAll() bool {
@@ -703,7 +787,7 @@ type Get struct {
 
 func (x *Get) Reset() {
 	*x = Get{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -715,7 +799,7 @@ func (x *Get) String() string {
 func (*Get) ProtoMessage() {}
 
 func (x *Get) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[4]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -728,7 +812,7 @@ func (x *Get) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Get.ProtoReflect.Descriptor instead.
 func (*Get) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{4}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Get) GetSelections() []*Selection {
@@ -758,7 +842,7 @@ type PutEnd struct {
 
 func (x *PutEnd) Reset() {
 	*x = PutEnd{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -770,7 +854,7 @@ func (x *PutEnd) String() string {
 func (*PutEnd) ProtoMessage() {}
 
 func (x *PutEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[5]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -783,7 +867,7 @@ func (x *PutEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutEnd.ProtoReflect.Descriptor instead.
 func (*PutEnd) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{5}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *PutEnd) GetCallId() []byte {
@@ -813,7 +897,7 @@ type Input struct {
 
 func (x *Input) Reset() {
 	*x = Input{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -825,7 +909,7 @@ func (x *Input) String() string {
 func (*Input) ProtoMessage() {}
 
 func (x *Input) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[6]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -838,7 +922,7 @@ func (x *Input) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Input.ProtoReflect.Descriptor instead.
 func (*Input) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{6}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Input) GetPort() string {
@@ -891,7 +975,7 @@ type TensorDesc struct {
 
 func (x *TensorDesc) Reset() {
 	*x = TensorDesc{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -903,7 +987,7 @@ func (x *TensorDesc) String() string {
 func (*TensorDesc) ProtoMessage() {}
 
 func (x *TensorDesc) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[7]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -916,7 +1000,7 @@ func (x *TensorDesc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorDesc.ProtoReflect.Descriptor instead.
 func (*TensorDesc) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{7}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *TensorDesc) GetTensorId() []byte {
@@ -1016,7 +1100,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1028,7 +1112,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[8]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1041,7 +1125,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{8}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Credit) GetTensorId() []byte {
@@ -1076,7 +1160,7 @@ type Ack struct {
 
 func (x *Ack) Reset() {
 	*x = Ack{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1088,7 +1172,7 @@ func (x *Ack) String() string {
 func (*Ack) ProtoMessage() {}
 
 func (x *Ack) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[9]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1101,7 +1185,7 @@ func (x *Ack) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ack.ProtoReflect.Descriptor instead.
 func (*Ack) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{9}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Ack) GetTensorId() []byte {
@@ -1143,7 +1227,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1155,7 +1239,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[10]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1168,7 +1252,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{10}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Cancel) GetCallId() []byte {
@@ -1197,7 +1281,7 @@ type Failure struct {
 
 func (x *Failure) Reset() {
 	*x = Failure{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1209,7 +1293,7 @@ func (x *Failure) String() string {
 func (*Failure) ProtoMessage() {}
 
 func (x *Failure) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[11]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1222,7 +1306,7 @@ func (x *Failure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Failure.ProtoReflect.Descriptor instead.
 func (*Failure) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{11}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Failure) GetTensorId() []byte {
@@ -1278,7 +1362,7 @@ type Done struct {
 
 func (x *Done) Reset() {
 	*x = Done{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1290,7 +1374,7 @@ func (x *Done) String() string {
 func (*Done) ProtoMessage() {}
 
 func (x *Done) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[12]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1303,7 +1387,7 @@ func (x *Done) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Done.ProtoReflect.Descriptor instead.
 func (*Done) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{12}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Done) GetCallId() []byte {
@@ -1375,7 +1459,7 @@ type Output struct {
 
 func (x *Output) Reset() {
 	*x = Output{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1387,7 +1471,7 @@ func (x *Output) String() string {
 func (*Output) ProtoMessage() {}
 
 func (x *Output) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[13]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1400,7 +1484,7 @@ func (x *Output) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Output.ProtoReflect.Descriptor instead.
 func (*Output) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{13}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Output) GetPort() string {
@@ -1440,7 +1524,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1452,7 +1536,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[14]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1465,7 +1549,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{14}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Timings) GetReceiveNanos() int64 {
@@ -1528,7 +1612,7 @@ type Drain struct {
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1540,7 +1624,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[15]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1553,7 +1637,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{15}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Drain) GetReason() string {
@@ -1582,7 +1666,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1594,7 +1678,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[16]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1607,7 +1691,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{16}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Chunk) GetTensorId() []byte {
@@ -1678,7 +1762,7 @@ type Summary struct {
 
 func (x *Summary) Reset() {
 	*x = Summary{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1690,7 +1774,7 @@ func (x *Summary) String() string {
 func (*Summary) ProtoMessage() {}
 
 func (x *Summary) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[17]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1703,7 +1787,7 @@ func (x *Summary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Summary.ProtoReflect.Descriptor instead.
 func (*Summary) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{17}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Summary) GetTensorId() []byte {
@@ -1801,7 +1885,7 @@ type PushTensorsResponse struct {
 
 func (x *PushTensorsResponse) Reset() {
 	*x = PushTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1813,7 +1897,7 @@ func (x *PushTensorsResponse) String() string {
 func (*PushTensorsResponse) ProtoMessage() {}
 
 func (x *PushTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[18]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1826,7 +1910,7 @@ func (x *PushTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PushTensorsResponse.ProtoReflect.Descriptor instead.
 func (*PushTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{18}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PushTensorsResponse) GetSummaries() []*Summary {
@@ -1849,7 +1933,7 @@ type PullTensorsRequest struct {
 
 func (x *PullTensorsRequest) Reset() {
 	*x = PullTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1861,7 +1945,7 @@ func (x *PullTensorsRequest) String() string {
 func (*PullTensorsRequest) ProtoMessage() {}
 
 func (x *PullTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[19]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1874,7 +1958,7 @@ func (x *PullTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PullTensorsRequest.ProtoReflect.Descriptor instead.
 func (*PullTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{19}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *PullTensorsRequest) GetHello() *Hello {
@@ -1913,7 +1997,7 @@ type Selection struct {
 
 func (x *Selection) Reset() {
 	*x = Selection{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1925,7 +2009,7 @@ func (x *Selection) String() string {
 func (*Selection) ProtoMessage() {}
 
 func (x *Selection) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[20]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1938,7 +2022,7 @@ func (x *Selection) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Selection.ProtoReflect.Descriptor instead.
 func (*Selection) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{20}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Selection) GetName() string {
@@ -1989,7 +2073,7 @@ type Range struct {
 
 func (x *Range) Reset() {
 	*x = Range{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2001,7 +2085,7 @@ func (x *Range) String() string {
 func (*Range) ProtoMessage() {}
 
 func (x *Range) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[21]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2014,7 +2098,7 @@ func (x *Range) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Range.ProtoReflect.Descriptor instead.
 func (*Range) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{21}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Range) GetOffset() uint64 {
@@ -2048,7 +2132,7 @@ type ComputeRequest struct {
 
 func (x *ComputeRequest) Reset() {
 	*x = ComputeRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2060,7 +2144,7 @@ func (x *ComputeRequest) String() string {
 func (*ComputeRequest) ProtoMessage() {}
 
 func (x *ComputeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[22]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2073,7 +2157,7 @@ func (x *ComputeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ComputeRequest.ProtoReflect.Descriptor instead.
 func (*ComputeRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{22}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ComputeRequest) GetModel() string {
@@ -2121,7 +2205,7 @@ type NamedTensor struct {
 
 func (x *NamedTensor) Reset() {
 	*x = NamedTensor{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2133,7 +2217,7 @@ func (x *NamedTensor) String() string {
 func (*NamedTensor) ProtoMessage() {}
 
 func (x *NamedTensor) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[23]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2146,7 +2230,7 @@ func (x *NamedTensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamedTensor.ProtoReflect.Descriptor instead.
 func (*NamedTensor) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{23}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *NamedTensor) GetPort() string {
@@ -2190,7 +2274,7 @@ type ComputeResponse struct {
 
 func (x *ComputeResponse) Reset() {
 	*x = ComputeResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2202,7 +2286,7 @@ func (x *ComputeResponse) String() string {
 func (*ComputeResponse) ProtoMessage() {}
 
 func (x *ComputeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[24]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2215,7 +2299,7 @@ func (x *ComputeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ComputeResponse.ProtoReflect.Descriptor instead.
 func (*ComputeResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{24}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ComputeResponse) GetOutputs() []*NamedTensor {
@@ -2247,7 +2331,7 @@ type ListTensorsRequest struct {
 
 func (x *ListTensorsRequest) Reset() {
 	*x = ListTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2259,7 +2343,7 @@ func (x *ListTensorsRequest) String() string {
 func (*ListTensorsRequest) ProtoMessage() {}
 
 func (x *ListTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[25]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2272,7 +2356,7 @@ func (x *ListTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTensorsRequest.ProtoReflect.Descriptor instead.
 func (*ListTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{25}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListTensorsRequest) GetGlob() string {
@@ -2311,7 +2395,7 @@ type ListTensorsResponse struct {
 
 func (x *ListTensorsResponse) Reset() {
 	*x = ListTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2323,7 +2407,7 @@ func (x *ListTensorsResponse) String() string {
 func (*ListTensorsResponse) ProtoMessage() {}
 
 func (x *ListTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[26]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2336,7 +2420,7 @@ func (x *ListTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTensorsResponse.ProtoReflect.Descriptor instead.
 func (*ListTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{26}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListTensorsResponse) GetTensors() []*StoredTensor {
@@ -2387,7 +2471,7 @@ type StoredTensor struct {
 
 func (x *StoredTensor) Reset() {
 	*x = StoredTensor{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2399,7 +2483,7 @@ func (x *StoredTensor) String() string {
 func (*StoredTensor) ProtoMessage() {}
 
 func (x *StoredTensor) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[27]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2412,7 +2496,7 @@ func (x *StoredTensor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StoredTensor.ProtoReflect.Descriptor instead.
 func (*StoredTensor) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{27}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *StoredTensor) GetName() string {
@@ -2489,7 +2573,7 @@ type DeleteTensorsRequest struct {
 
 func (x *DeleteTensorsRequest) Reset() {
 	*x = DeleteTensorsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2501,7 +2585,7 @@ func (x *DeleteTensorsRequest) String() string {
 func (*DeleteTensorsRequest) ProtoMessage() {}
 
 func (x *DeleteTensorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[28]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2514,7 +2598,7 @@ func (x *DeleteTensorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTensorsRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTensorsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{28}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *DeleteTensorsRequest) GetNames() []string {
@@ -2535,7 +2619,7 @@ type DeleteTensorsResponse struct {
 
 func (x *DeleteTensorsResponse) Reset() {
 	*x = DeleteTensorsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2631,7 @@ func (x *DeleteTensorsResponse) String() string {
 func (*DeleteTensorsResponse) ProtoMessage() {}
 
 func (x *DeleteTensorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[29]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2644,7 @@ func (x *DeleteTensorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTensorsResponse.ProtoReflect.Descriptor instead.
 func (*DeleteTensorsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{29}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DeleteTensorsResponse) GetDeleted() []string {
@@ -2581,7 +2665,7 @@ type GetTransferRequest struct {
 
 func (x *GetTransferRequest) Reset() {
 	*x = GetTransferRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2593,7 +2677,7 @@ func (x *GetTransferRequest) String() string {
 func (*GetTransferRequest) ProtoMessage() {}
 
 func (x *GetTransferRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[30]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2606,7 +2690,7 @@ func (x *GetTransferRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTransferRequest.ProtoReflect.Descriptor instead.
 func (*GetTransferRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{30}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetTransferRequest) GetTransferId() []byte {
@@ -2638,7 +2722,7 @@ type GetTransferResponse struct {
 
 func (x *GetTransferResponse) Reset() {
 	*x = GetTransferResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2650,7 +2734,7 @@ func (x *GetTransferResponse) String() string {
 func (*GetTransferResponse) ProtoMessage() {}
 
 func (x *GetTransferResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[31]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2663,7 +2747,7 @@ func (x *GetTransferResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTransferResponse.ProtoReflect.Descriptor instead.
 func (*GetTransferResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{31}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetTransferResponse) GetOpen() bool {
@@ -2723,7 +2807,7 @@ type TensorState struct {
 
 func (x *TensorState) Reset() {
 	*x = TensorState{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2735,7 +2819,7 @@ func (x *TensorState) String() string {
 func (*TensorState) ProtoMessage() {}
 
 func (x *TensorState) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[32]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2748,7 +2832,7 @@ func (x *TensorState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TensorState.ProtoReflect.Descriptor instead.
 func (*TensorState) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{32}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *TensorState) GetSummary() *Summary {
@@ -2781,7 +2865,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2793,7 +2877,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[33]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2806,7 +2890,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{33}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
 }
 
 // ListModelsResponse lists the models by name.
@@ -2820,7 +2904,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2832,7 +2916,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[34]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2845,7 +2929,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{34}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -2882,7 +2966,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2894,7 +2978,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[35]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2907,7 +2991,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{35}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Model) GetName() string {
@@ -2990,7 +3074,7 @@ type Param struct {
 
 func (x *Param) Reset() {
 	*x = Param{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3002,7 +3086,7 @@ func (x *Param) String() string {
 func (*Param) ProtoMessage() {}
 
 func (x *Param) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[36]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3015,7 +3099,7 @@ func (x *Param) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Param.ProtoReflect.Descriptor instead.
 func (*Param) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{36}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Param) GetName() string {
@@ -3063,7 +3147,7 @@ type Port struct {
 
 func (x *Port) Reset() {
 	*x = Port{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3075,7 +3159,7 @@ func (x *Port) String() string {
 func (*Port) ProtoMessage() {}
 
 func (x *Port) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[37]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3088,7 +3172,7 @@ func (x *Port) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Port.ProtoReflect.Descriptor instead.
 func (*Port) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{37}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Port) GetName() string {
@@ -3128,7 +3212,7 @@ type GetServiceInfoRequest struct {
 
 func (x *GetServiceInfoRequest) Reset() {
 	*x = GetServiceInfoRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3140,7 +3224,7 @@ func (x *GetServiceInfoRequest) String() string {
 func (*GetServiceInfoRequest) ProtoMessage() {}
 
 func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[38]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3153,7 +3237,7 @@ func (x *GetServiceInfoRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoRequest.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{38}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{39}
 }
 
 // GetServiceInfoResponse tells what a server is, allows and has done.
@@ -3177,7 +3261,7 @@ type GetServiceInfoResponse struct {
 
 func (x *GetServiceInfoResponse) Reset() {
 	*x = GetServiceInfoResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3189,7 +3273,7 @@ func (x *GetServiceInfoResponse) String() string {
 func (*GetServiceInfoResponse) ProtoMessage() {}
 
 func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[39]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3202,7 +3286,7 @@ func (x *GetServiceInfoResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetServiceInfoResponse.ProtoReflect.Descriptor instead.
 func (*GetServiceInfoResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{39}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetServiceInfoResponse) GetVersion() string {
@@ -3262,7 +3346,7 @@ type ModelState struct {
 
 func (x *ModelState) Reset() {
 	*x = ModelState{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3274,7 +3358,7 @@ func (x *ModelState) String() string {
 func (*ModelState) ProtoMessage() {}
 
 func (x *ModelState) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[40]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3287,7 +3371,7 @@ func (x *ModelState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ModelState.ProtoReflect.Descriptor instead.
 func (*ModelState) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{40}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ModelState) GetName() string {
@@ -3325,7 +3409,7 @@ type ListFailuresRequest struct {
 
 func (x *ListFailuresRequest) Reset() {
 	*x = ListFailuresRequest{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3337,7 +3421,7 @@ func (x *ListFailuresRequest) String() string {
 func (*ListFailuresRequest) ProtoMessage() {}
 
 func (x *ListFailuresRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[41]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3350,7 +3434,7 @@ func (x *ListFailuresRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListFailuresRequest.ProtoReflect.Descriptor instead.
 func (*ListFailuresRequest) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{41}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ListFailuresRequest) GetCallId() []byte {
@@ -3380,7 +3464,7 @@ type ListFailuresResponse struct {
 
 func (x *ListFailuresResponse) Reset() {
 	*x = ListFailuresResponse{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3392,7 +3476,7 @@ func (x *ListFailuresResponse) String() string {
 func (*ListFailuresResponse) ProtoMessage() {}
 
 func (x *ListFailuresResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[42]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3405,7 +3489,7 @@ func (x *ListFailuresResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListFailuresResponse.ProtoReflect.Descriptor instead.
 func (*ListFailuresResponse) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{42}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ListFailuresResponse) GetFailures() []*CallFailure {
@@ -3441,7 +3525,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3453,7 +3537,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[43]
+	mi := &file_tensorferry_v1_tensorferry_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3466,7 +3550,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{43}
+	return file_tensorferry_v1_tensorferry_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *CallFailure) GetCallId() []byte {
@@ -3522,7 +3606,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x04ends\x18\v \x03(\v2\x16.tensorferry.v1.PutEndR\x04ends\x125\n" +
 	"\tsummaries\x18\x0e \x03(\v2\x17.tensorferry.v1.SummaryR\tsummaries\x12+\n" +
 	"\x05chunk\x18\x0f \x01(\v2\x15.tensorferry.v1.ChunkR\x05chunkJ\x04\b\n" +
-	"\x10\vJ\x04\b\f\x10\rJ\x04\b\r\x10\x0e\"\xbd\x03\n" +
+	"\x10\vJ\x04\b\f\x10\rJ\x04\b\r\x10\x0e\"\xdb\x03\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1d\n" +
 	"\n" +
@@ -3538,7 +3622,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x11chunk_idle_millis\x18\n" +
 	" \x01(\rR\x0fchunkIdleMillis\x12\x16\n" +
 	"\x06stores\x18\v \x01(\bR\x06stores\x12\"\n" +
-	"\rlanes_at_once\x18\f \x01(\rR\vlanesAtOnce\"\xc5\x02\n" +
+	"\rlanes_at_once\x18\f \x01(\rR\vlanesAtOnce\x12\x1c\n" +
+	"\tsequences\x18\r \x01(\bR\tsequences\"\xfb\x02\n" +
 	"\x04Call\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\fR\x02id\x12\x14\n" +
 	"\x05model\x18\x02 \x01(\tR\x05model\x12-\n" +
@@ -3546,10 +3631,15 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x06params\x18\x04 \x03(\v2 .tensorferry.v1.Call.ParamsEntryR\x06params\x12%\n" +
 	"\x0etimeout_millis\x18\x05 \x01(\x04R\rtimeoutMillis\x12%\n" +
 	"\x03put\x18\x06 \x01(\v2\x13.tensorferry.v1.PutR\x03put\x12%\n" +
-	"\x03get\x18\a \x01(\v2\x13.tensorferry.v1.GetR\x03get\x1a9\n" +
+	"\x03get\x18\a \x01(\v2\x13.tensorferry.v1.GetR\x03get\x124\n" +
+	"\bsequence\x18\b \x01(\v2\x18.tensorferry.v1.SequenceR\bsequence\x1a9\n" +
 	"\vParamsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x17\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"G\n" +
+	"\bSequence\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\fR\x02id\x12\x19\n" +
+	"\bmax_rows\x18\x02 \x01(\x04R\amaxRows\x12\x10\n" +
+	"\x03end\x18\x03 \x01(\bR\x03end\"\x17\n" +
 	"\x03Put\x12\x10\n" +
 	"\x03all\x18\x01 \x01(\bR\x03all\"T\n" +
 	"\x03Get\x129\n" +
@@ -3840,7 +3930,7 @@ func file_tensorferry_v1_tensorferry_proto_rawDescGZIP() []byte {
 }
 
 var file_tensorferry_v1_tensorferry_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
+var file_tensorferry_v1_tensorferry_proto_msgTypes = make([]protoimpl.MessageInfo, 54)
 var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(DataType)(0),                  // 0: tensorferry.v1.DataType
 	(Checksum)(0),                  // 1: tensorferry.v1.Checksum
@@ -3848,134 +3938,136 @@ var file_tensorferry_v1_tensorferry_proto_goTypes = []any{
 	(*Frame)(nil),                  // 3: tensorferry.v1.Frame
 	(*Hello)(nil),                  // 4: tensorferry.v1.Hello
 	(*Call)(nil),                   // 5: tensorferry.v1.Call
-	(*Put)(nil),                    // 6: tensorferry.v1.Put
-	(*Get)(nil),                    // 7: tensorferry.v1.Get
-	(*PutEnd)(nil),                 // 8: tensorferry.v1.PutEnd
-	(*Input)(nil),                  // 9: tensorferry.v1.Input
-	(*TensorDesc)(nil),             // 10: tensorferry.v1.TensorDesc
-	(*Credit)(nil),                 // 11: tensorferry.v1.Credit
-	(*Ack)(nil),                    // 12: tensorferry.v1.Ack
-	(*Cancel)(nil),                 // 13: tensorferry.v1.Cancel
-	(*Failure)(nil),                // 14: tensorferry.v1.Failure
-	(*Done)(nil),                   // 15: tensorferry.v1.Done
-	(*Output)(nil),                 // 16: tensorferry.v1.Output
-	(*Timings)(nil),                // 17: tensorferry.v1.Timings
-	(*Drain)(nil),                  // 18: tensorferry.v1.Drain
-	(*Chunk)(nil),                  // 19: tensorferry.v1.Chunk
-	(*Summary)(nil),                // 20: tensorferry.v1.Summary
-	(*PushTensorsResponse)(nil),    // 21: tensorferry.v1.PushTensorsResponse
-	(*PullTensorsRequest)(nil),     // 22: tensorferry.v1.PullTensorsRequest
-	(*Selection)(nil),              // 23: tensorferry.v1.Selection
-	(*Range)(nil),                  // 24: tensorferry.v1.Range
-	(*ComputeRequest)(nil),         // 25: tensorferry.v1.ComputeRequest
-	(*NamedTensor)(nil),            // 26: tensorferry.v1.NamedTensor
-	(*ComputeResponse)(nil),        // 27: tensorferry.v1.ComputeResponse
-	(*ListTensorsRequest)(nil),     // 28: tensorferry.v1.ListTensorsRequest
-	(*ListTensorsResponse)(nil),    // 29: tensorferry.v1.ListTensorsResponse
-	(*StoredTensor)(nil),           // 30: tensorferry.v1.StoredTensor
-	(*DeleteTensorsRequest)(nil),   // 31: tensorferry.v1.DeleteTensorsRequest
-	(*DeleteTensorsResponse)(nil),  // 32: tensorferry.v1.DeleteTensorsResponse
-	(*GetTransferRequest)(nil),     // 33: tensorferry.v1.GetTransferRequest
-	(*GetTransferResponse)(nil),    // 34: tensorferry.v1.GetTransferResponse
-	(*TensorState)(nil),            // 35: tensorferry.v1.TensorState
-	(*ListModelsRequest)(nil),      // 36: tensorferry.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),     // 37: tensorferry.v1.ListModelsResponse
-	(*Model)(nil),                  // 38: tensorferry.v1.Model
-	(*Param)(nil),                  // 39: tensorferry.v1.Param
-	(*Port)(nil),                   // 40: tensorferry.v1.Port
-	(*GetServiceInfoRequest)(nil),  // 41: tensorferry.v1.GetServiceInfoRequest
-	(*GetServiceInfoResponse)(nil), // 42: tensorferry.v1.GetServiceInfoResponse
-	(*ModelState)(nil),             // 43: tensorferry.v1.ModelState
-	(*ListFailuresRequest)(nil),    // 44: tensorferry.v1.ListFailuresRequest
-	(*ListFailuresResponse)(nil),   // 45: tensorferry.v1.ListFailuresResponse
-	(*CallFailure)(nil),            // 46: tensorferry.v1.CallFailure
-	nil,                            // 47: tensorferry.v1.Call.ParamsEntry
-	nil,                            // 48: tensorferry.v1.TensorDesc.MetadataEntry
-	nil,                            // 49: tensorferry.v1.Selection.ParamsEntry
-	nil,                            // 50: tensorferry.v1.ComputeRequest.ParamsEntry
-	nil,                            // 51: tensorferry.v1.StoredTensor.MetadataEntry
-	nil,                            // 52: tensorferry.v1.Model.AboutEntry
-	nil,                            // 53: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	nil,                            // 54: tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	nil,                            // 55: tensorferry.v1.ModelState.GaugesEntry
+	(*Sequence)(nil),               // 6: tensorferry.v1.Sequence
+	(*Put)(nil),                    // 7: tensorferry.v1.Put
+	(*Get)(nil),                    // 8: tensorferry.v1.Get
+	(*PutEnd)(nil),                 // 9: tensorferry.v1.PutEnd
+	(*Input)(nil),                  // 10: tensorferry.v1.Input
+	(*TensorDesc)(nil),             // 11: tensorferry.v1.TensorDesc
+	(*Credit)(nil),                 // 12: tensorferry.v1.Credit
+	(*Ack)(nil),                    // 13: tensorferry.v1.Ack
+	(*Cancel)(nil),                 // 14: tensorferry.v1.Cancel
+	(*Failure)(nil),                // 15: tensorferry.v1.Failure
+	(*Done)(nil),                   // 16: tensorferry.v1.Done
+	(*Output)(nil),                 // 17: tensorferry.v1.Output
+	(*Timings)(nil),                // 18: tensorferry.v1.Timings
+	(*Drain)(nil),                  // 19: tensorferry.v1.Drain
+	(*Chunk)(nil),                  // 20: tensorferry.v1.Chunk
+	(*Summary)(nil),                // 21: tensorferry.v1.Summary
+	(*PushTensorsResponse)(nil),    // 22: tensorferry.v1.PushTensorsResponse
+	(*PullTensorsRequest)(nil),     // 23: tensorferry.v1.PullTensorsRequest
+	(*Selection)(nil),              // 24: tensorferry.v1.Selection
+	(*Range)(nil),                  // 25: tensorferry.v1.Range
+	(*ComputeRequest)(nil),         // 26: tensorferry.v1.ComputeRequest
+	(*NamedTensor)(nil),            // 27: tensorferry.v1.NamedTensor
+	(*ComputeResponse)(nil),        // 28: tensorferry.v1.ComputeResponse
+	(*ListTensorsRequest)(nil),     // 29: tensorferry.v1.ListTensorsRequest
+	(*ListTensorsResponse)(nil),    // 30: tensorferry.v1.ListTensorsResponse
+	(*StoredTensor)(nil),           // 31: tensorferry.v1.StoredTensor
+	(*DeleteTensorsRequest)(nil),   // 32: tensorferry.v1.DeleteTensorsRequest
+	(*DeleteTensorsResponse)(nil),  // 33: tensorferry.v1.DeleteTensorsResponse
+	(*GetTransferRequest)(nil),     // 34: tensorferry.v1.GetTransferRequest
+	(*GetTransferResponse)(nil),    // 35: tensorferry.v1.GetTransferResponse
+	(*TensorState)(nil),            // 36: tensorferry.v1.TensorState
+	(*ListModelsRequest)(nil),      // 37: tensorferry.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),     // 38: tensorferry.v1.ListModelsResponse
+	(*Model)(nil),                  // 39: tensorferry.v1.Model
+	(*Param)(nil),                  // 40: tensorferry.v1.Param
+	(*Port)(nil),                   // 41: tensorferry.v1.Port
+	(*GetServiceInfoRequest)(nil),  // 42: tensorferry.v1.GetServiceInfoRequest
+	(*GetServiceInfoResponse)(nil), // 43: tensorferry.v1.GetServiceInfoResponse
+	(*ModelState)(nil),             // 44: tensorferry.v1.ModelState
+	(*ListFailuresRequest)(nil),    // 45: tensorferry.v1.ListFailuresRequest
+	(*ListFailuresResponse)(nil),   // 46: tensorferry.v1.ListFailuresResponse
+	(*CallFailure)(nil),            // 47: tensorferry.v1.CallFailure
+	nil,                            // 48: tensorferry.v1.Call.ParamsEntry
+	nil,                            // 49: tensorferry.v1.TensorDesc.MetadataEntry
+	nil,                            // 50: tensorferry.v1.Selection.ParamsEntry
+	nil,                            // 51: tensorferry.v1.ComputeRequest.ParamsEntry
+	nil,                            // 52: tensorferry.v1.StoredTensor.MetadataEntry
+	nil,                            // 53: tensorferry.v1.Model.AboutEntry
+	nil,                            // 54: tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	nil,                            // 55: tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	nil,                            // 56: tensorferry.v1.ModelState.GaugesEntry
 }
 var file_tensorferry_v1_tensorferry_proto_depIdxs = []int32{
 	4,  // 0: tensorferry.v1.Frame.hello:type_name -> tensorferry.v1.Hello
 	5,  // 1: tensorferry.v1.Frame.calls:type_name -> tensorferry.v1.Call
-	10, // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
-	11, // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
-	12, // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
-	13, // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
-	14, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
-	15, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
-	18, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
-	8,  // 9: tensorferry.v1.Frame.ends:type_name -> tensorferry.v1.PutEnd
-	20, // 10: tensorferry.v1.Frame.summaries:type_name -> tensorferry.v1.Summary
-	19, // 11: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
+	11, // 2: tensorferry.v1.Frame.descs:type_name -> tensorferry.v1.TensorDesc
+	12, // 3: tensorferry.v1.Frame.credits:type_name -> tensorferry.v1.Credit
+	13, // 4: tensorferry.v1.Frame.acks:type_name -> tensorferry.v1.Ack
+	14, // 5: tensorferry.v1.Frame.cancels:type_name -> tensorferry.v1.Cancel
+	15, // 6: tensorferry.v1.Frame.failures:type_name -> tensorferry.v1.Failure
+	16, // 7: tensorferry.v1.Frame.dones:type_name -> tensorferry.v1.Done
+	19, // 8: tensorferry.v1.Frame.drain:type_name -> tensorferry.v1.Drain
+	9,  // 9: tensorferry.v1.Frame.ends:type_name -> tensorferry.v1.PutEnd
+	21, // 10: tensorferry.v1.Frame.summaries:type_name -> tensorferry.v1.Summary
+	20, // 11: tensorferry.v1.Frame.chunk:type_name -> tensorferry.v1.Chunk
 	1,  // 12: tensorferry.v1.Hello.checksum:type_name -> tensorferry.v1.Checksum
 	2,  // 13: tensorferry.v1.Hello.codecs:type_name -> tensorferry.v1.Codec
-	9,  // 14: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
-	47, // 15: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
-	6,  // 16: tensorferry.v1.Call.put:type_name -> tensorferry.v1.Put
-	7,  // 17: tensorferry.v1.Call.get:type_name -> tensorferry.v1.Get
-	23, // 18: tensorferry.v1.Get.selections:type_name -> tensorferry.v1.Selection
-	0,  // 19: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
-	48, // 20: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
-	16, // 21: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
-	17, // 22: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
-	2,  // 23: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
-	20, // 24: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
-	4,  // 25: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
-	23, // 26: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
-	49, // 27: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
-	24, // 28: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
-	26, // 29: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
-	50, // 30: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
-	0,  // 31: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
-	26, // 32: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
-	17, // 33: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
-	30, // 34: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
-	0,  // 35: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
-	51, // 36: tensorferry.v1.StoredTensor.metadata:type_name -> tensorferry.v1.StoredTensor.MetadataEntry
-	35, // 37: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
-	20, // 38: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
-	38, // 39: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
-	40, // 40: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
-	40, // 41: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
-	39, // 42: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
-	52, // 43: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
-	0,  // 44: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
-	53, // 45: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
-	54, // 46: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
-	2,  // 47: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
-	43, // 48: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
-	55, // 49: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
-	46, // 50: tensorferry.v1.ListFailuresResponse.failures:type_name -> tensorferry.v1.CallFailure
-	3,  // 51: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
-	3,  // 52: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
-	22, // 53: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
-	25, // 54: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
-	28, // 55: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
-	31, // 56: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
-	33, // 57: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
-	36, // 58: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
-	41, // 59: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
-	44, // 60: tensorferry.v1.TensorService.ListFailures:input_type -> tensorferry.v1.ListFailuresRequest
-	3,  // 61: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
-	21, // 62: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
-	3,  // 63: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
-	27, // 64: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
-	29, // 65: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
-	32, // 66: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
-	34, // 67: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
-	37, // 68: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
-	42, // 69: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
-	45, // 70: tensorferry.v1.TensorService.ListFailures:output_type -> tensorferry.v1.ListFailuresResponse
-	61, // [61:71] is the sub-list for method output_type
-	51, // [51:61] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	10, // 14: tensorferry.v1.Call.inputs:type_name -> tensorferry.v1.Input
+	48, // 15: tensorferry.v1.Call.params:type_name -> tensorferry.v1.Call.ParamsEntry
+	7,  // 16: tensorferry.v1.Call.put:type_name -> tensorferry.v1.Put
+	8,  // 17: tensorferry.v1.Call.get:type_name -> tensorferry.v1.Get
+	6,  // 18: tensorferry.v1.Call.sequence:type_name -> tensorferry.v1.Sequence
+	24, // 19: tensorferry.v1.Get.selections:type_name -> tensorferry.v1.Selection
+	0,  // 20: tensorferry.v1.TensorDesc.dtype:type_name -> tensorferry.v1.DataType
+	49, // 21: tensorferry.v1.TensorDesc.metadata:type_name -> tensorferry.v1.TensorDesc.MetadataEntry
+	17, // 22: tensorferry.v1.Done.outputs:type_name -> tensorferry.v1.Output
+	18, // 23: tensorferry.v1.Done.timings:type_name -> tensorferry.v1.Timings
+	2,  // 24: tensorferry.v1.Chunk.codec:type_name -> tensorferry.v1.Codec
+	21, // 25: tensorferry.v1.PushTensorsResponse.summaries:type_name -> tensorferry.v1.Summary
+	4,  // 26: tensorferry.v1.PullTensorsRequest.hello:type_name -> tensorferry.v1.Hello
+	24, // 27: tensorferry.v1.PullTensorsRequest.selections:type_name -> tensorferry.v1.Selection
+	50, // 28: tensorferry.v1.Selection.params:type_name -> tensorferry.v1.Selection.ParamsEntry
+	25, // 29: tensorferry.v1.Selection.held:type_name -> tensorferry.v1.Range
+	27, // 30: tensorferry.v1.ComputeRequest.inputs:type_name -> tensorferry.v1.NamedTensor
+	51, // 31: tensorferry.v1.ComputeRequest.params:type_name -> tensorferry.v1.ComputeRequest.ParamsEntry
+	0,  // 32: tensorferry.v1.NamedTensor.dtype:type_name -> tensorferry.v1.DataType
+	27, // 33: tensorferry.v1.ComputeResponse.outputs:type_name -> tensorferry.v1.NamedTensor
+	18, // 34: tensorferry.v1.ComputeResponse.timings:type_name -> tensorferry.v1.Timings
+	31, // 35: tensorferry.v1.ListTensorsResponse.tensors:type_name -> tensorferry.v1.StoredTensor
+	0,  // 36: tensorferry.v1.StoredTensor.dtype:type_name -> tensorferry.v1.DataType
+	52, // 37: tensorferry.v1.StoredTensor.metadata:type_name -> tensorferry.v1.StoredTensor.MetadataEntry
+	36, // 38: tensorferry.v1.GetTransferResponse.tensors:type_name -> tensorferry.v1.TensorState
+	21, // 39: tensorferry.v1.TensorState.summary:type_name -> tensorferry.v1.Summary
+	39, // 40: tensorferry.v1.ListModelsResponse.models:type_name -> tensorferry.v1.Model
+	41, // 41: tensorferry.v1.Model.inputs:type_name -> tensorferry.v1.Port
+	41, // 42: tensorferry.v1.Model.outputs:type_name -> tensorferry.v1.Port
+	40, // 43: tensorferry.v1.Model.params:type_name -> tensorferry.v1.Param
+	53, // 44: tensorferry.v1.Model.about:type_name -> tensorferry.v1.Model.AboutEntry
+	0,  // 45: tensorferry.v1.Port.dtypes:type_name -> tensorferry.v1.DataType
+	54, // 46: tensorferry.v1.GetServiceInfoResponse.limits:type_name -> tensorferry.v1.GetServiceInfoResponse.LimitsEntry
+	55, // 47: tensorferry.v1.GetServiceInfoResponse.counters:type_name -> tensorferry.v1.GetServiceInfoResponse.CountersEntry
+	2,  // 48: tensorferry.v1.GetServiceInfoResponse.codecs:type_name -> tensorferry.v1.Codec
+	44, // 49: tensorferry.v1.GetServiceInfoResponse.models:type_name -> tensorferry.v1.ModelState
+	56, // 50: tensorferry.v1.ModelState.gauges:type_name -> tensorferry.v1.ModelState.GaugesEntry
+	47, // 51: tensorferry.v1.ListFailuresResponse.failures:type_name -> tensorferry.v1.CallFailure
+	3,  // 52: tensorferry.v1.TensorService.StreamTensors:input_type -> tensorferry.v1.Frame
+	3,  // 53: tensorferry.v1.TensorService.PushTensors:input_type -> tensorferry.v1.Frame
+	23, // 54: tensorferry.v1.TensorService.PullTensors:input_type -> tensorferry.v1.PullTensorsRequest
+	26, // 55: tensorferry.v1.TensorService.Compute:input_type -> tensorferry.v1.ComputeRequest
+	29, // 56: tensorferry.v1.TensorService.ListTensors:input_type -> tensorferry.v1.ListTensorsRequest
+	32, // 57: tensorferry.v1.TensorService.DeleteTensors:input_type -> tensorferry.v1.DeleteTensorsRequest
+	34, // 58: tensorferry.v1.TensorService.GetTransfer:input_type -> tensorferry.v1.GetTransferRequest
+	37, // 59: tensorferry.v1.TensorService.ListModels:input_type -> tensorferry.v1.ListModelsRequest
+	42, // 60: tensorferry.v1.TensorService.GetServiceInfo:input_type -> tensorferry.v1.GetServiceInfoRequest
+	45, // 61: tensorferry.v1.TensorService.ListFailures:input_type -> tensorferry.v1.ListFailuresRequest
+	3,  // 62: tensorferry.v1.TensorService.StreamTensors:output_type -> tensorferry.v1.Frame
+	22, // 63: tensorferry.v1.TensorService.PushTensors:output_type -> tensorferry.v1.PushTensorsResponse
+	3,  // 64: tensorferry.v1.TensorService.PullTensors:output_type -> tensorferry.v1.Frame
+	28, // 65: tensorferry.v1.TensorService.Compute:output_type -> tensorferry.v1.ComputeResponse
+	30, // 66: tensorferry.v1.TensorService.ListTensors:output_type -> tensorferry.v1.ListTensorsResponse
+	33, // 67: tensorferry.v1.TensorService.DeleteTensors:output_type -> tensorferry.v1.DeleteTensorsResponse
+	35, // 68: tensorferry.v1.TensorService.GetTransfer:output_type -> tensorferry.v1.GetTransferResponse
+	38, // 69: tensorferry.v1.TensorService.ListModels:output_type -> tensorferry.v1.ListModelsResponse
+	43, // 70: tensorferry.v1.TensorService.GetServiceInfo:output_type -> tensorferry.v1.GetServiceInfoResponse
+	46, // 71: tensorferry.v1.TensorService.ListFailures:output_type -> tensorferry.v1.ListFailuresResponse
+	62, // [62:72] is the sub-list for method output_type
+	52, // [52:62] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_tensorferry_v1_tensorferry_proto_init() }
@@ -3989,7 +4081,7 @@ func file_tensorferry_v1_tensorferry_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_tensorferry_v1_tensorferry_proto_rawDesc), len(file_tensorferry_v1_tensorferry_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   53,
+			NumMessages:   54,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
