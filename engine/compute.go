@@ -16,8 +16,17 @@ import (
 // until it returns, with the goroutine it starts; the outputs are copies. Params
 // may be nil. Errors are those of Open and of the run.
 func Compute(ctx context.Context, m Model, params map[string]string, in ...tensor.Tensor) (out []tensor.Tensor, err error) {
+	return compute(ctx, m, Call{Params: params}, in)
+}
+
+// Step runs the next call of a sequence of m as Compute does, and borrows in as that does. s is
+// what Begin of m returned: nil where the calls are independent.
+func Step(ctx context.Context, m Model, s State, in ...tensor.Tensor) (out []tensor.Tensor, err error) {
+	return compute(ctx, m, Call{State: s}, in)
+}
+
+func compute(ctx context.Context, m Model, c Call, in []tensor.Tensor) (out []tensor.Tensor, err error) {
 	info := m.Info()
-	c := Call{Params: params}
 	for i, t := range in {
 		if _, err := tensor.New(t.Desc, t.Data); err != nil {
 			return nil, fmt.Errorf("%w: model %q, input %d: %w", ErrInput, info.Name, i, err)

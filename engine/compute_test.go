@@ -160,3 +160,29 @@ func TestComputeFillsAllBlocksBesideAnInputWithoutBytes(t *testing.T) {
 		t.Errorf("got %v, %v", y, err)
 	}
 }
+
+// keeper is a model that has seen the state of its last call.
+type keeper struct {
+	engine.Model
+	state engine.State
+}
+
+func (k *keeper) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
+	k.state = c.State
+	return k.Model.Open(ctx, c)
+}
+
+type kept struct{ engine.State }
+
+func TestAStepIsACallWithAState(t *testing.T) {
+	testkit.Start(t)
+	m := &keeper{Model: scaled(t, newHost(t), nil)}
+	x := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{1, 1}}, Data: []byte{2}}
+	by := tensor.Tensor{Desc: tensor.Desc{DType: tensor.Uint8}, Data: []byte{3}}
+	for _, s := range []engine.State{&kept{}, nil} {
+		out, err := engine.Step(t.Context(), m, s, x, by)
+		if err != nil || out[0].Data[0] != 6 || m.state != s {
+			t.Errorf("got %v, %v, with the state %v", out, err, m.state)
+		}
+	}
+}
