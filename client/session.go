@@ -165,7 +165,11 @@ func compute(ctx context.Context, call func(context.Context, Request) (*Call, er
 // not repeated: Client.Call's are.
 func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
 	s.client.tally.calls.Add(1)
-	first, err := s.on.Call(ctx, r)
+	return started(s.on.Call(ctx, r))
+}
+
+// started returns the Call of an attempt that is not repeated.
+func started(first *calling.Call, err error) (*Call, error) {
 	if err != nil {
 		return nil, err
 	}

@@ -200,6 +200,7 @@ type Done struct {
 	RetryAfterMillis uint32
 	Refused          bool // nothing of the call was run
 	Reason           reason.Reason
+	Rows             uint64 // of a step: how many its sequence has been answered
 }
 
 // Timings of a call on the server, in nanoseconds.

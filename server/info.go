@@ -103,7 +103,7 @@ func (s *Server) shownLimits(v *metrics.Values) map[string]int64 {
 		"message_bytes": int64(l.ChunkBytes) + wire.MaxControlBytes, "window_bytes": int64(c.WindowBytes), "thin_frames_per_second": int64(c.ThinFrames),
 		"allowance_bytes": int64(l.AllowanceBytes), "allowance_chunks": frame.AllowanceChunks,
 		"open_tensors_per_session": int64(l.OpenTensors), "open_calls_per_session": int64(l.OpenCalls),
-		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls),
+		"sessions": int64(c.Sessions), "calls": int64(c.QueuedCalls), "sequences": int64(c.QueuedCalls),
 		"transfers": int64(c.Transfers), "stored_tensor_bytes": c.StoredBytes, "tensors_per_transfer": storing.Tensors,
 		"open_tensors_per_push": storing.PushTensors, "compute_bytes": computeBytes, "tensors_per_page": listPage, "request_parts": requestParts,
 		"lanes_per_session": int64(c.Lanes),

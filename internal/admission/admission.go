@@ -18,11 +18,14 @@ const (
 	Sessions Kind = iota
 	Transfers
 	Calls
+	Sequences
 	Kinds // how many there are
 )
 
 // String returns the name of the kind for error texts.
-func (k Kind) String() string { return [...]string{"open sessions", "open transfers", "calls"}[k] }
+func (k Kind) String() string {
+	return [...]string{"open sessions", "open transfers", "calls", "sequences"}[k]
+}
 
 const (
 	// ownOpen is how many sessions, transfers and calls a caller may have when few places are

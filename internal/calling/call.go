@@ -59,10 +59,14 @@ type Call struct {
 
 // Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.
 // Inputs are shared until Wait has returned.
-func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
+func (s *Session) Call(ctx context.Context, r Request) (*Call, error) { return s.call(ctx, r, nil, nil) }
+
+// call starts a call, which is of a sequence unless of is nil, and a step of it unless step is nil.
+func (s *Session) call(ctx context.Context, r Request, step *Sequence, of *frame.Sequence) (*Call, error) {
 	c := &Call{sinks: r.Results, to: r.To}
+	c.step = step
 	timeout := (max(0, r.Timeout) + time.Millisecond - 1) / time.Millisecond // never rounded to 0, which is no limit
-	part := frame.Call{ID: tensor.NewID(), Model: r.Model, Params: r.Params, TimeoutMillis: uint64(timeout)}
+	part := frame.Call{ID: tensor.NewID(), Model: r.Model, Params: r.Params, TimeoutMillis: uint64(timeout), Sequence: of}
 	feeds := make([]feed, len(r.Inputs)) // not copied: goroutines run on them
 	for i, in := range r.Inputs {
 		if _, err := in.Check(); err != nil {

@@ -17,6 +17,7 @@ type task struct {
 	session *Session
 	id      tensor.ID
 	stored  bool               // it is a put or a get
+	step    *Sequence          // that it is a step of, or nil
 	ctx     context.Context    // ends with the session's last event of the task
 	cancel  context.CancelFunc // of ctx
 	unhook  func() bool        // of the caller's context
@@ -78,7 +79,9 @@ func (t *task) over(e stream.Event) {
 		t.cause = fmt.Errorf("%w: the server made no progress for %v (Config.StallTimeout); try again, or raise it for a slow server", Causes.NoAnswer, t.session.cfg.StallTimeout)
 	case e.Kind == stream.EventClosed:
 		delete(t.session.open, t.id)
-		t.done = *e.Done
+		if t.done = *e.Done; t.step != nil && t.done.Code == frame.OK {
+			t.step.rows = t.done.Rows
+		}
 		t.ended(Outcome{t.failed(), time.Since(t.begun), time.Duration(t.done.Timings.Total), t.sent, t.received})
 		t.cancel()
 	}
@@ -120,13 +123,15 @@ func (t *task) named(e *Error) *Error {
 }
 
 // failed returns why the task has failed, or nil; the session is locked.
-func (t *task) failed() error {
+func (t *task) failed() (err error) {
 	if t.cause != nil {
-		return t.named(CauseError(t.cause))
-	}
-	err := refused(t.id, t.done.Code, t.done.Reason, t.done.Message, t.done.RetryAfterMillis)
-	if own, ok := errors.AsType[*Error](err); ok {
+		err = t.named(CauseError(t.cause))
+	} else if err = refused(t.id, t.done.Code, t.done.Reason, t.done.Message, t.done.RetryAfterMillis); err != nil {
+		own, _ := errors.AsType[*Error](err)
 		own.Refused = t.done.Refused
+	}
+	if err != nil && t.step != nil {
+		err = t.step.failed(err)
 	}
 	return err
 }

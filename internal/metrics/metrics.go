@@ -37,6 +37,9 @@ type Values struct {
 	Calls             int64 `metric:"calls" help:"Calls computing or waiting for memory now."`
 	CallsOpened       int64 `metric:"calls_total" help:"Calls opened."`
 	CallsRefused      int64 `metric:"calls_refused_total" help:"Calls refused at the limit."`
+	Sequences         int64 `metric:"sequences" help:"Sequences of calls open now."`
+	SequencesRefused  int64 `metric:"sequences_refused_total" help:"Sequences refused at the limit."`
+	StateBytes        int64 `metric:"state_bytes" help:"What the states of sequences take now."`
 	ReceivedBytes     int64 `metric:"received_bytes_total" help:"Payload bytes received in calls."`
 	SentBytes         int64 `metric:"sent_bytes_total" help:"Payload bytes sent in calls."`
 	ReceivedChunks    int64 `metric:"received_chunks_total" help:"Chunks received in calls."`

@@ -114,14 +114,20 @@ func (c *Core) Values() metrics.Values {
 	c.mu.Lock()
 	st, open := c.past, slices.Collect(maps.Keys(c.sessions))
 	c.mu.Unlock()
+	var states int64
 	for _, s := range open {
-		s.Do(func(m *stream.Machine, _ stream.Instant) { st.Add(m.Status().Stats) })
+		s.Do(func(m *stream.Machine, _ stream.Instant) {
+			st.Add(m.Status().Stats)
+			states += s.stateBytes()
+		})
 	}
 	calls, callsRefused := c.Count(admission.Calls)
+	sequences, sequencesRefused := c.Count(admission.Sequences)
 	sessions, sessionsRefused := c.Count(admission.Sessions)
 	v := metrics.Values{
 		Sessions: sessions, SessionsOpened: c.number.Load() - c.oneWays.Load(), SessionsRefused: sessionsRefused,
 		Calls: calls, CallsOpened: st.CallsOpened + c.callsUnary.Load(), CallsRefused: callsRefused,
+		Sequences: sequences, SequencesRefused: sequencesRefused, StateBytes: states,
 		ReceivedBytes: st.BytesIn, SentBytes: st.BytesOut, ReceivedChunks: st.ChunksIn, SentChunks: st.ChunksOut,
 		Lanes: c.lanes.Load(), LanesOpened: c.lanesOpened.Load(), LaneReceivedBytes: st.LaneBytesIn, LaneSentBytes: st.LaneBytesOut,
 		CorruptChunks: st.Corrupt, DuplicateChunks: st.Duplicate,

@@ -37,7 +37,8 @@ type call struct {
 
 	// Guarded by the session's lock.
 	inputs   []*input
-	model    string        // set once the call is ready
+	model    string        // set once the call is ready, as is the next
+	sequence *sequence     // that it is a step of, or nil
 	memory   *slab.Account // for the chunk tables of the inputs; nil before it starts
 	spare    []*arrival
 	arrived  stream.Instant
@@ -84,7 +85,7 @@ type output struct {
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(c.session.Values)
 	c.cancel, c.memory = cancel, c.session.core.Budget.Account(c.session.Holder)
-	params, timeout := part.Params, Millis(part.TimeoutMillis)
+	params, timeout, of := part.Params, Millis(part.TimeoutMillis), part.Sequence
 	c.session.core.Go(func() {
 		defer c.session.core.Ended(admission.Calls)
 		defer cancel(nil)
@@ -97,8 +98,18 @@ func (c *call) start(part *frame.Call) {
 			defer alarm.Stop()
 		}
 		defer c.release()
-		if err := c.serve(ctx, params); err != nil {
-			c.finish(frame.Done{Refused: true}, err)
+		defer c.sequence.unuse()
+		var err error
+		switch {
+		case of != nil && of.MaxRows > 0:
+			err = c.begin(ctx, *of, params)
+		case of != nil && of.End:
+			c.end(of.ID)
+		default:
+			err = c.serve(ctx, params)
+		}
+		if err != nil {
+			c.finish(frame.Done{Refused: true}, c.sequence.failed(err, false))
 			<-c.closed
 		}
 	})
@@ -122,7 +133,7 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 	if err := core.TakeTable(c.memory, table); err != nil {
 		return err
 	}
-	run, err := core.open(ctx, c.cancel, c.model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()})
+	run, err := core.open(ctx, c.cancel, c.model, engine.Call{ID: c.id, Principal: c.session.Holder, Inputs: inputs, Params: params, Lifetime: c.session.Life()}, c.sequence)
 	if err != nil {
 		return err
 	}
@@ -165,8 +176,9 @@ func (c *call) compute(ctx context.Context, run *opened) {
 			c.feed(ctx, run, &seq, math.MaxInt)
 		}()
 	}
-	err := c.take(ctx, run.info, run)
+	err := c.take(ctx, run)
 	if err != nil {
+		err = c.sequence.failed(err, true)
 		c.finish(frame.Done{Timings: timings(run.Stats())}, err)
 	}
 	c.cancel(errFinished)
@@ -245,7 +257,8 @@ func (c *call) usedUp(b *engine.Block) bool {
 }
 
 // take offers the run's results to the session, up to the last one.
-func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error {
+func (c *call) take(ctx context.Context, run *opened) error {
+	info := run.info
 	outs := make([]output, len(info.Outputs))
 	var first stream.Instant
 	for {
@@ -277,6 +290,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 			}
 			o.offered += int64(len(out.Data))
 			if complete = allComplete(outs); complete {
+				c.sequence.answered(run.rows)
 				m.Finish(c.done(now, first, info, outs, run.Stats()))
 			}
 		})
@@ -292,6 +306,7 @@ func (c *call) take(ctx context.Context, info engine.Info, run engine.Run) error
 		return fmt.Errorf("%w: it ended before its results were complete", engine.ErrModel)
 	}
 	c.session.Do(func(m *stream.Machine, now stream.Instant) { // a model without outputs
+		c.sequence.answered(run.rows)
 		m.Finish(c.done(now, now, info, outs, run.Stats()))
 	})
 	return nil
@@ -351,6 +366,9 @@ func (c *call) done(now, first stream.Instant, info engine.Info, outs []output, 
 	d.Timings.Receive = int64(c.lastByte - c.arrived)
 	d.Timings.FirstResult = int64(first - c.arrived)
 	d.Timings.Total = int64(now - c.arrived)
+	if c.sequence != nil {
+		d.Rows = uint64(c.sequence.rows)
+	}
 	for i := range outs {
 		d.Outputs = append(d.Outputs, frame.Binding{Port: info.Outputs[i].Name, Tensor: outs[i].id})
 	}

@@ -96,7 +96,7 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, model string, 
 	case problem != "":
 		bad = fmt.Errorf("%w: %s", errBinding, problem)
 	default:
-		r.run, bad = c.open(r.ctx, r.cancel, model, call)
+		r.run, bad = c.open(r.ctx, r.cancel, model, call, nil)
 	}
 	if bad != nil {
 		return nil, r.end(bad)
@@ -289,6 +289,7 @@ type opened struct {
 	engine.Run
 	info  engine.Info
 	order []int // for each input port of the model, the index of its input in the call
+	rows  int64 // of a step
 	over  func(closed error)
 }
 
@@ -300,11 +301,14 @@ func (o *opened) Close() error {
 }
 
 // open opens a run of a model, if the sender of ctx's RPC may, for a call whose inputs are in
-// any order. If it has to wait for memory for too long, it calls cancel, which must cancel
-// ctx. Close must follow.
-func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model string, call engine.Call) (o *opened, err error) {
-	m, over, err := c.model(ctx, model)
-	if err != nil {
+// any order. It is a step of q, unless that is nil. If it has to wait for memory for too long,
+// it calls cancel, which must cancel ctx. Close must follow.
+func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model string, call engine.Call, q *sequence) (o *opened, err error) {
+	var m engine.Model
+	var over func(error)
+	if q != nil {
+		m, over = q.model, q.lose
+	} else if m, over, err = c.model(ctx, model); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -315,6 +319,11 @@ func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model s
 	o = &opened{info: m.Info(), over: over}
 	if o.order, call.Inputs, err = bind(o.info, call.Inputs); err != nil {
 		return nil, err
+	}
+	if q != nil {
+		if o.rows, err = q.prepare(ctx, &call); err != nil {
+			return nil, err
+		}
 	}
 	var bytes int64
 	for _, in := range call.Inputs {

@@ -29,6 +29,7 @@ type Session struct {
 	conn      Conn
 	number    int64
 	tasks     map[tensor.ID]Task
+	sequences map[tensor.ID]*sequence
 	kind      Direction     // of a one-way session; else empty
 	allowance *slab.Account // for tensors on allowance
 	promised  int64         // bytes of the budget for those
@@ -73,7 +74,7 @@ func (c *Core) session(from *admission.Caller, kind Direction, cfg stream.Config
 	if c.draining {
 		return nil, errDraining
 	}
-	s := &Session{From: from, core: c, tasks: make(map[tensor.ID]Task), kind: kind}
+	s := &Session{From: from, core: c, tasks: make(map[tensor.ID]Task), sequences: make(map[tensor.ID]*sequence), kind: kind}
 	allowance := &cfg.Limits.AllowanceBytes
 	if cfg.OneWay {
 		if err := c.EnterTransfer(kind, from); err != nil {
@@ -167,6 +168,7 @@ var ErrServed = errors.New("serving: served")
 
 // leave removes a session that has ended.
 func (s *Session) leave() {
+	s.endSequences()
 	var st stream.Stats
 	s.Do(func(m *stream.Machine, _ stream.Instant) { st = m.Status().Stats })
 	c := s.core
@@ -250,7 +252,19 @@ func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		c.announced(m, now, e.Desc)
 	case stream.EventReady:
 		c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-		if err := core.Enter(admission.Calls, c.session.From); err != nil {
+		var err error
+		if of := e.Part.Sequence; of != nil && len(e.Part.Inputs) > 0 {
+			if c.sequence, err = c.session.step(of.ID); err == nil {
+				c.model = c.sequence.name
+			}
+		}
+		if err == nil {
+			if err = core.Enter(admission.Calls, c.session.From); err != nil && c.sequence != nil {
+				c.sequence.uses--
+				c.sequence.answered(0)
+			}
+		}
+		if err != nil {
 			c.refuse(m, err)
 			return
 		}

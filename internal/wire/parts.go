@@ -143,6 +143,7 @@ func (c *coder) done(d *frame.Done) {
 	number(c, 6, &d.RetryAfterMillis)
 	c.flag(7, &d.Refused)
 	c.reason(8, &d.Reason)
+	number(c, 9, &d.Rows)
 }
 
 func (c *coder) timings(t *frame.Timings) {

@@ -1355,7 +1355,9 @@ type Done struct {
 	// Nothing of the call was run: it can be repeated.
 	Refused bool `protobuf:"varint,7,opt,name=refused,proto3" json:"refused,omitempty"`
 	// As in Failure.
-	Reason        string `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"`
+	Reason string `protobuf:"bytes,8,opt,name=reason,proto3" json:"reason,omitempty"`
+	// Of a step of a sequence: how many rows have been answered, those of this step included.
+	Rows          uint64 `protobuf:"varint,9,opt,name=rows,proto3" json:"rows,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1444,6 +1446,13 @@ func (x *Done) GetReason() string {
 		return x.Reason
 	}
 	return ""
+}
+
+func (x *Done) GetRows() uint64 {
+	if x != nil {
+		return x.Rows
+	}
+	return 0
 }
 
 // Output names a result of a call.
@@ -3688,7 +3697,7 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\ttensor_id\x18\x01 \x01(\fR\btensorId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
 	"\amessage\x18\x03 \x01(\tR\amessage\x12\x16\n" +
-	"\x06reason\x18\x04 \x01(\tR\x06reason\"\x92\x02\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\"\xa6\x02\n" +
 	"\x04Done\x12\x17\n" +
 	"\acall_id\x18\x01 \x01(\fR\x06callId\x12\x12\n" +
 	"\x04code\x18\x02 \x01(\rR\x04code\x12\x18\n" +
@@ -3697,7 +3706,8 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\atimings\x18\x05 \x01(\v2\x17.tensorferry.v1.TimingsR\atimings\x12,\n" +
 	"\x12retry_after_millis\x18\x06 \x01(\rR\x10retryAfterMillis\x12\x18\n" +
 	"\arefused\x18\a \x01(\bR\arefused\x12\x16\n" +
-	"\x06reason\x18\b \x01(\tR\x06reason\"9\n" +
+	"\x06reason\x18\b \x01(\tR\x06reason\x12\x12\n" +
+	"\x04rows\x18\t \x01(\x04R\x04rows\"9\n" +
 	"\x06Output\x12\x12\n" +
 	"\x04port\x18\x01 \x01(\tR\x04port\x12\x1b\n" +
 	"\ttensor_id\x18\x02 \x01(\fR\btensorId\"\xfd\x01\n" +

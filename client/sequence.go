@@ -1,0 +1,67 @@
+package client
+
+import (
+	"context"
+
+	"github.com/tensorferry/tensorferry/internal/calling"
+	"github.com/tensorferry/tensorferry/tensor"
+)
+
+// SequenceRequest describes a sequence.
+type SequenceRequest struct {
+	Model string
+	// MaxRows is how many rows all steps have together at most, 1 or more. The server may reserve
+	// memory for them.
+	MaxRows int64
+	Params  map[string]string // of each step
+}
+
+// Sequence is a row of calls of a model, its steps, that share a state on the server, such as
+// the keys and values of attention. Steps follow each other: the server refuses one while
+// another is under way. It lives on its session, and the server ends it if no step comes for as
+// long as a session may be idle. A step that fails after it has begun ends it; the error of any
+// further one has the reason reason.StateLost. Its methods are safe for concurrent use.
+type Sequence struct {
+	client *Client
+	on     *calling.Sequence
+}
+
+// Sequence begins a sequence and waits for the server. Close must follow.
+func (s *Session) Sequence(ctx context.Context, r SequenceRequest) (*Sequence, error) {
+	on, err := s.on.Begin(ctx, Request{Model: r.Model, Params: r.Params}, r.MaxRows)
+	if err != nil {
+		return nil, err
+	}
+	return &Sequence{s.client, on}, nil
+}
+
+// Sequence is like Session.Sequence, on the session that Compute uses, or on a new one.
+func (c *Client) Sequence(ctx context.Context, r SequenceRequest) (*Sequence, error) {
+	s, err := c.sharedSession(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return s.Sequence(ctx, r)
+}
+
+// Step runs the model on the next rows, and returns theirs of the result. It shares x until it returns.
+func (q *Sequence) Step(ctx context.Context, x tensor.Tensor) (tensor.Tensor, error) {
+	return compute(ctx, q.Call, "", x, nil)
+}
+
+// Call is like Session.Call, for a step. r has neither a model nor params.
+func (q *Sequence) Call(ctx context.Context, r Request) (*Call, error) {
+	q.client.tally.calls.Add(1)
+	return started(q.on.Call(ctx, r))
+}
+
+// Rows returns how many rows have been answered.
+func (q *Sequence) Rows() int64 { return q.on.Rows() }
+
+// Close ends the sequence, and waits for the server at most OpenTimeout, unless it is over
+// already. A step that is under way goes on.
+func (q *Sequence) Close() error {
+	ctx, stop := context.WithTimeoutCause(context.Background(), q.client.cfg.OpenTimeout, q.client.noAnswer())
+	defer stop()
+	return q.on.Close(ctx)
+}
