@@ -58,7 +58,7 @@ func (i Info) Check(c Call) (rows int64, err error) {
 		}
 		first, rows = port.Name, n
 	}
-	return rows, i.checkParams(c)
+	return rows, i.CheckParams(c.Params)
 }
 
 // Kinds are the kinds of params whose text is checked before a call is opened: number or float,
@@ -73,10 +73,10 @@ var Kinds = map[string]func(text string) error{
 
 func float(text string) error { _, err := strconv.ParseFloat(text, 64); return err }
 
-// checkParams refuses params that the model does not declare, and texts that are not of their
-// kinds.
-func (i Info) checkParams(c Call) error {
-	for _, name := range slices.Sorted(maps.Keys(c.Params)) {
+// CheckParams refuses params that the model does not declare, and texts that are not of their
+// kinds. Errors wrap ErrParam.
+func (i Info) CheckParams(params map[string]string) error {
+	for _, name := range slices.Sorted(maps.Keys(params)) {
 		at := slices.IndexFunc(i.Params, func(p Param) bool { return p.Name == name })
 		if at < 0 {
 			known := "it takes none"
@@ -89,8 +89,8 @@ func (i Info) checkParams(c Call) error {
 			return fmt.Errorf("%w: model %q has no param %q; %s", ErrParam, i.Name, name, known)
 		}
 		kind := i.Params[at].Kind
-		if check := Kinds[kind]; check != nil && check(c.Params[name]) != nil {
-			return fmt.Errorf("%w: %q: wanted a %s, got %q", ErrParam, name, kind, c.Params[name])
+		if check := Kinds[kind]; check != nil && check(params[name]) != nil {
+			return fmt.Errorf("%w: %q: wanted a %s, got %q", ErrParam, name, kind, params[name])
 		}
 	}
 	return nil

@@ -50,6 +50,8 @@ type RowFunc struct {
 	// Bind, if set, makes the Rows of one call, for what is worth doing once (such
 	// as reading params). An error refuses the call (wraps ErrInput).
 	Bind func(c engine.Call) (RowsFunc, error)
+	// Begin, if set, makes the State of a sequence, which Bind finds in its calls, one at a time.
+	Begin func(ctx context.Context, q engine.Sequence) (engine.State, error)
 	// InPlace says that Out[0] is the memory of the only split input, with rows of
 	// the same size, and halves the memory of a run.
 	InPlace bool
@@ -68,7 +70,7 @@ func (f RowFunc) Model(h *Host) (engine.Model, error) {
 	if f.Outs == nil && len(f.Info.Outputs) > len(f.Info.Inputs) {
 		return nil, fmt.Errorf("%w: model %q: more outputs than inputs need Outs", engine.ErrInfo, f.Info.Name)
 	}
-	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Setup: f.Setup, Teardown: f.Teardown})
+	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Begin: f.Begin, Setup: f.Setup, Teardown: f.Teardown})
 }
 
 func (f RowFunc) bind(c engine.Call) (b blocks.Bound, err error) {

@@ -79,6 +79,9 @@ func (q *sequence) open(ctx context.Context, cancel context.CancelCauseFunc) (er
 	if info.Rows == 0 || len(info.Inputs) == 0 {
 		return fmt.Errorf("%w: %q takes whole tensors, and a sequence brings rows; call it without one, or declare its rows", engine.ErrPrecondition, q.name)
 	}
+	if err := info.CheckParams(q.params); err != nil {
+		return err
+	}
 	if m, ok := engine.As[engine.Sequencer](q.model); ok {
 		defer core.Patience(cancel, fmt.Errorf("%w: waited %v; try again later", errMemory, core.MemoryWait)).Stop()
 		defer engine.Recovered(info.Name, &err)
