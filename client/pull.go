@@ -35,7 +35,7 @@ func (c *Client) Pull(ctx context.Context, r PullRequest) ([]Summary, error) {
 		some, err := c.pullPart(ctx, r)
 		got = append(got, some...)
 		if left = left[len(r.Select):]; err != nil || len(left) == 0 {
-			return got, cmp.Or(err, errorsOf(got))
+			return got, cmp.Or(err, calling.ErrorsOf(got))
 		}
 	}
 }

@@ -70,7 +70,7 @@ func (c *Client) push(ctx context.Context, r PushRequest, together bool) ([]Summ
 		t.Close()
 		out[i] = t.Summary
 	}
-	return out, errorsOf(out)
+	return out, calling.ErrorsOf(out)
 }
 
 // rewind makes tensors that failed ready for another attempt; but those that the server turns

@@ -2,7 +2,6 @@ package client
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 	"time"
@@ -23,15 +22,6 @@ type Summary = calling.Summary
 
 // Progress is the progress of one tensor.
 type Progress = calling.Progress
-
-// errorsOf joins the errors of summaries.
-func errorsOf(list []Summary) error {
-	all := make([]error, len(list))
-	for i := range list {
-		all[i] = list[i].Err
-	}
-	return errors.Join(all...)
-}
 
 // Stored is a tensor in a server's store.
 type Stored struct {

@@ -10,7 +10,7 @@ import (
 func TestACallerThatFloodsTheServerStarvesOnlyItself(t *testing.T) {
 	for limit, most := range map[int]int{1: 1, 2: 2, 3: 3, 5: 4, 7: 6, 8: 6, 10: 8, 1024: 768} { // of one caller
 		for k := range Kinds {
-			g := Gates{Limits: [Kinds]int{limit, limit, limit}}
+			g := Gates{Limits: [Kinds]int{limit, limit, limit, limit}}
 			var flood, other Caller
 			for range most {
 				require.True(t, g.Enter(k, &flood), limit)

@@ -128,6 +128,15 @@ func refused(id tensor.ID, code frame.Code, why reason.Reason, text string, retr
 	return &Error{Code: codes.Code(code.Known()), Reason: why, Message: text, RetryAfter: time.Duration(retryMillis) * time.Millisecond, Call: id}
 }
 
+// ErrorsOf joins the errors of summaries.
+func ErrorsOf(list []Summary) error {
+	all := make([]error, len(list))
+	for i := range list {
+		all[i] = list[i].Err
+	}
+	return errors.Join(all...)
+}
+
 // SummaryError returns the error that a summary reports, or nil.
 func SummaryError(s *frame.Summary) error {
 	text := s.Message

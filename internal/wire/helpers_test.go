@@ -257,7 +257,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		pb.Hello = &tensorferryv1.Hello{
 			Version: h.Version, SessionId: h.Session[:], MaxChunkBytes: h.MaxChunkBytes, AllowanceBytes: h.AllowanceBytes,
 			Checksum: tensorferryv1.Checksum(h.Checksum), MaxOpenTensors: h.MaxOpenTensors, Lanes: h.Lanes, LanesAtOnce: h.LanesAtOnce,
-			ChunkIdleMillis: h.ChunkIdleMillis, Stores: h.Stores,
+			ChunkIdleMillis: h.ChunkIdleMillis, Stores: h.Stores, Sequences: h.Sequences,
 		}
 		for _, k := range h.Codecs {
 			pb.Hello.Codecs = append(pb.Hello.Codecs, tensorferryv1.Codec(k))
@@ -270,6 +270,9 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		p := &tensorferryv1.Call{Id: c.ID[:], Model: c.Model, Params: c.Params, TimeoutMillis: c.TimeoutMillis}
 		for _, in := range c.Inputs {
 			p.Inputs = append(p.Inputs, &tensorferryv1.Input{Port: in.Port, TensorId: in.Tensor[:]})
+		}
+		if q := c.Sequence; q != nil {
+			p.Sequence = &tensorferryv1.Sequence{Id: q.ID[:], MaxRows: q.MaxRows, End: q.End}
 		}
 		if c.Put != nil {
 			p.Put = &tensorferryv1.Put{All: c.Put.All}
@@ -310,7 +313,7 @@ func toProto(f *frame.Frame) *tensorferryv1.Frame {
 		pb.Failures = append(pb.Failures, &tensorferryv1.Failure{TensorId: p.Tensor[:], Code: uint32(p.Code), Message: p.Message, Reason: string(p.Reason)})
 	}
 	for _, d := range f.Dones {
-		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis, Refused: d.Refused, Reason: string(d.Reason)}
+		p := &tensorferryv1.Done{CallId: d.Call[:], Code: uint32(d.Code), Message: d.Message, RetryAfterMillis: d.RetryAfterMillis, Refused: d.Refused, Reason: string(d.Reason), Rows: d.Rows}
 		for _, out := range d.Outputs {
 			p.Outputs = append(p.Outputs, &tensorferryv1.Output{Port: out.Port, TensorId: out.Tensor[:]})
 		}
