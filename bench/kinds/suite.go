@@ -40,6 +40,7 @@ func Rules() (all []measure.Rule) {
 	rule("tcp", bench.Upload, bench.OursWith(codec.CRC32C), bench.StockGRPC, 1.6, 0, false)
 	rule("tcp", bench.Echo, bench.OursWith(codec.CRC32C), bench.StockGRPC, 1.2, 0, false)
 	rule("tcp", bench.Call, bench.Tensorferry, bench.StockGRPC, 1.5, 0, true)
+	rule("tcp", bench.Call, Steps, Plain, 1.4, 0, true)
 	rule("tcp", measure.FirstResult, bench.Tensorferry, "", 0.05, 0, true)
 	for _, net := range []string{"tcp", "unix"} {
 		rule(net, measure.Pull, Folder, RawStored, 0.90, 0, false)
@@ -58,6 +59,7 @@ var suite = []struct {
 	{0, []bench.Op{bench.Upload, bench.Echo, bench.ReLU}, measure.Beside(bench.OursWith(codec.CRC32C), bench.RawName(codec.CRC32C, bench.ChunkBytes), bench.RawName(codec.CRC32C, bench.SmallPiece), bench.RawName(0, bench.ChunkBytes), bench.StockGRPC)},
 	{0, []bench.Op{bench.Upload, bench.Echo}, measure.Beside(bench.OursWith(codec.CRC32), bench.RawName(codec.CRC32, bench.ChunkBytes), bench.RawName(codec.CRC32, bench.SmallPiece))},
 	{bench.SmallBytes, []bench.Op{bench.Call}, measure.Beside(bench.Tensorferry, bench.StockGRPC, bench.RawName(codec.CRC32C, bench.ChunkBytes))},
+	{8 << 10, []bench.Op{bench.Call}, measure.Beside(Steps, Plain, bench.StockGRPC, bench.Tensorferry)},
 	{0, []bench.Op{bench.Upload, bench.Echo}, measure.Beside(TLS, RawTLS(bench.ChunkBytes), RawTLS(bench.SmallPiece), StockTLS, bench.Tensorferry)},
 	{bench.SmallBytes, []bench.Op{bench.Call}, measure.Beside(TLS, StockTLS, bench.Tensorferry)},
 	{0, []bench.Op{measure.FirstResult, measure.CallBeside}, measure.Beside(bench.Tensorferry)},

@@ -1,0 +1,101 @@
+package kinds
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/types/known/wrapperspb"
+
+	"github.com/tensorferry/tensorferry/client"
+	"github.com/tensorferry/tensorferry/internal/bench"
+	"github.com/tensorferry/tensorferry/server"
+)
+
+// Steps names tensorferry whose calls are steps of a sequence, as README shows them, and
+// Plain what one writes without it: a stream of messages of bytes, unchecked.
+const (
+	Steps = bench.Tensorferry + ", steps"
+	Plain = "gRPC stream, BytesValue"
+)
+
+// steps is tensorferry with one sequence, each of whose results has memory of its own.
+var steps = bench.Kind{
+	Name: Steps, OwnMemory: true,
+	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error { return serve(ctx, l, p, server.Config{}, nil) },
+	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+		c, err := client.Dial(bench.Address(p), client.Config{})
+		if err != nil {
+			return bench.Client{}, err
+		}
+		q, err := c.Sequence(ctx, client.SequenceRequest{Model: "echo", MaxRows: 1 << 62})
+		if err != nil {
+			return bench.Client{}, errors.Join(err, c.Close())
+		}
+		return bench.Client{
+			Run: func(ctx context.Context, _ bench.Op, _ *time.Time) error {
+				y, err := q.Step(ctx, bench.Floats(p.Source))
+				if err == nil && copy(p.To, y.Data) != len(p.Source) {
+					err = fmt.Errorf("bench: a result of %d bytes", len(y.Data))
+				}
+				return err
+			},
+			Close: func() error { return errors.Join(q.Close(), c.Close()) },
+		}, nil
+	},
+}
+
+// plain echoes a message of a stream.
+var plain = bench.Kind{
+	Name: Plain, OwnMemory: true,
+	Serve: func(ctx context.Context, l net.Listener, _ bench.Place) error {
+		s := grpc.NewServer(grpc.UnknownServiceHandler(func(_ any, s grpc.ServerStream) error {
+			for {
+				m := new(wrapperspb.BytesValue)
+				if err := s.RecvMsg(m); errors.Is(err, io.EOF) {
+					return nil
+				} else if err != nil {
+					return err
+				}
+				if err := s.SendMsg(m); err != nil {
+					return err
+				}
+			}
+		}))
+		defer context.AfterFunc(ctx, s.Stop)()
+		return s.Serve(l)
+	},
+	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
+		conn, err := grpc.NewClient(bench.Target, bench.DialOptions(p)...)
+		if err != nil {
+			return bench.Client{}, err
+		}
+		own, cancel := context.WithCancel(context.Background()) // until Close
+		s, err := conn.NewStream(own, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, "/bench/plain")
+		if err != nil {
+			cancel()
+			return bench.Client{}, errors.Join(err, conn.Close())
+		}
+		return bench.Client{
+			Run: func(context.Context, bench.Op, *time.Time) error {
+				if err := s.SendMsg(&wrapperspb.BytesValue{Value: p.Source}); err != nil {
+					return err
+				}
+				m := new(wrapperspb.BytesValue)
+				if err := s.RecvMsg(m); err != nil {
+					return err
+				}
+				copy(p.To, m.Value)
+				return nil
+			},
+			Close: func() error {
+				cancel()
+				return conn.Close()
+			},
+		}, nil
+	},
+}
