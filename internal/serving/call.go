@@ -86,7 +86,9 @@ func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(c.session.Values)
 	c.cancel, c.memory = cancel, c.session.core.Budget.Account(c.session.Holder)
 	params, timeout, of := part.Params, Millis(part.TimeoutMillis), part.Sequence
-	c.session.core.Go(func() {
+	c.session.core.work.Add(1)
+	c.session.Go(func() {
+		defer c.session.core.work.Done()
 		defer c.session.core.Ended(admission.Calls)
 		defer cancel(nil)
 		if timeout > 0 {

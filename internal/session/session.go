@@ -64,6 +64,10 @@ type Session struct {
 	over  bool           // no goroutine is started, the timer stays still; guarded by mu
 	ended bool           // the peer has sent its last frame; guarded by mu
 	heard bool           // a frame has come since the last tick; guarded by mu
+	// reading: a frame is being received; then, unless nil, is to run on its reader's goroutine.
+	// Both guarded by mu.
+	reading bool
+	then    func()
 	// writing: a writer has been started and has not yet found nothing to send. Then it
 	// waits for wake, or ends if no call is open: an idle session does without its stack.
 	// Both guarded by mu.
@@ -116,7 +120,8 @@ func (s *Session) Carry(conn Conn) (lost <-chan error) {
 	}
 	s.schedule()
 	s.mu.Unlock()
-	s.reader.Go(func() { s.read(conn, l) })
+	s.reader.Add(1)
+	go s.read(conn, l)
 	s.nudge()
 	return l
 }
@@ -287,8 +292,30 @@ func (s *Session) tick() {
 	}
 }
 
+// Go has f run on a goroutine. While an event of a frame is told, that is the one that has
+// read the frame, and another goes on to read: a small call then waits for nobody to wake up.
+// The session is locked.
+func (s *Session) Go(f func()) {
+	if s.reading && s.then == nil {
+		s.then = f
+		return
+	}
+	go f()
+}
+
 // read receives frames, has the machine judge them, and puts chunks at their places.
 func (s *Session) read(conn Conn, lost chan<- error) {
+	then := s.readOn(conn, lost)
+	if then == nil {
+		s.reader.Done()
+		return
+	}
+	go s.read(conn, lost)
+	then()
+}
+
+// readOn reads until there is something to run or the connection has ended.
+func (s *Session) readOn(conn Conn, lost chan<- error) (then func()) {
 	var claim stream.Claim
 	for {
 		f, err := conn.Recv()
@@ -308,13 +335,18 @@ func (s *Session) read(conn Conn, lost chan<- error) {
 				}
 				lose(lost, err)
 			}
-			return
+			return nil
 		}
-		err = s.receive(f, &claim)
+		then, err = s.receive(f, &claim)
 		conn.Free()
 		if err != nil {
-			s.Stop(err)
-			return
+			if s.Stop(err); then != nil {
+				go then()
+			}
+			return nil
+		}
+		if then != nil {
+			return then
 		}
 	}
 }
@@ -359,11 +391,11 @@ func (s *Session) endOfInput() {
 	s.nudge()
 }
 
-func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
+func (s *Session) receive(f *frame.Frame, claim *stream.Claim) (then func(), err error) {
 	s.mu.Lock()
 	now := s.now()
-	s.heard = true
-	err := s.m.Control(now, f)
+	s.heard, s.reading = true, true
+	err = s.m.Control(now, f)
 	s.dispatch(now)
 	place := false
 	if err == nil && f.HasChunk() {
@@ -379,13 +411,14 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) error {
 		s.dispatch(now)
 	}
 	s.handler.Received(s.m)
+	then, s.then, s.reading = s.then, nil, false
 	due := s.due()
 	s.schedule()
 	s.mu.Unlock()
 	if due {
 		s.nudge()
 	}
-	return err
+	return then, err
 }
 
 // write sends what the machine has to send, until there is nothing and no call is open.
