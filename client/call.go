@@ -2,7 +2,6 @@ package client
 
 import (
 	"io"
-	"time"
 
 	"github.com/tensorferry/tensorferry/internal/calling"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -18,15 +17,7 @@ type Results = calling.Results
 type Region = calling.Region
 
 // Timings are the durations of a call's stages as the server measured them.
-type Timings struct {
-	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
-}
-
-// Exposed returns the time that did not overlap with the slowest stage: the total minus
-// that stage. Blocks computed concurrently may add up to more than the total; then it is 0.
-func (t Timings) Exposed() time.Duration {
-	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
-}
+type Timings = calling.Timings
 
 // Input is a tensor to send: an input of a call, or a tensor to push. Its bytes are in
 // Data, or come from Reader or Next.

@@ -272,13 +272,7 @@ func (c *Call) Wait() (Results, error) {
 }
 
 // Timings returns how long each stage took on the server. It must only be called after Wait.
-func (c *Call) Timings() Timings {
-	t := c.now.Load().Timings()
-	return Timings{
-		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
-		time.Duration(t.D2H), time.Duration(t.FirstResult), time.Duration(t.Total),
-	}
-}
+func (c *Call) Timings() Timings { return c.now.Load().Timings() }
 
 // Regions yields parts of the results as they arrive, until the call ends. If the call
 // fails, the last pair has the error. Results that go to a Writer are omitted. Only one

@@ -29,19 +29,16 @@ type Sequence struct {
 // Sequence begins a sequence and waits for the server. Close must follow.
 func (s *Session) Sequence(ctx context.Context, r SequenceRequest) (*Sequence, error) {
 	on, err := s.on.Begin(ctx, Request{Model: r.Model, Params: r.Params}, r.MaxRows)
-	if err != nil {
-		return nil, err
-	}
-	return &Sequence{s.client, on}, nil
+	return &Sequence{s.client, on}, err
 }
 
 // Sequence is like Session.Sequence, on the session that Compute uses, or on a new one.
-func (c *Client) Sequence(ctx context.Context, r SequenceRequest) (*Sequence, error) {
+func (c *Client) Sequence(ctx context.Context, r SequenceRequest) (q *Sequence, err error) {
 	s, err := c.sharedSession(ctx)
-	if err != nil {
-		return nil, err
+	if err == nil {
+		q, err = s.Sequence(ctx, r)
 	}
-	return s.Sequence(ctx, r)
+	return q, err
 }
 
 // Step runs the model on the next rows, and returns theirs of the result. It shares x until it returns.

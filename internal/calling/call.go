@@ -46,6 +46,17 @@ type Region struct {
 	Data []byte
 }
 
+// Timings are the durations of a call's stages as the server measured them.
+type Timings struct {
+	Receive, Queue, H2D, Compute, D2H, FirstResult, Total time.Duration
+}
+
+// Exposed returns the time that did not overlap with the slowest stage: the total minus
+// that stage. Blocks computed concurrently may add up to more than the total; then it is 0.
+func (t Timings) Exposed() time.Duration {
+	return max(0, t.Total-max(t.Receive, t.H2D, t.Compute, t.D2H))
+}
+
 // Call is one run of a model.
 type Call struct {
 	task  // its news: a chunk arrived
@@ -233,7 +244,13 @@ func (c *Call) Err() error { return c.err(context.Background()) }
 func (c *Call) Handed() bool { return c.handed.Load() }
 
 // Timings returns what the server has measured of the call, which has ended.
-func (c *Call) Timings() frame.Timings { return c.done.Timings }
+func (c *Call) Timings() Timings {
+	t := &c.done.Timings
+	return Timings{
+		time.Duration(t.Receive), time.Duration(t.Queue), time.Duration(t.H2D), time.Duration(t.Compute),
+		time.Duration(t.D2H), time.Duration(t.FirstResult), time.Duration(t.Total),
+	}
+}
 
 // Regions yields parts of the results as they arrive, until the call ends. It reports whether
 // yield wanted all of them.
