@@ -9,18 +9,15 @@ import (
 
 // SequenceRequest describes a sequence.
 type SequenceRequest struct {
-	Model string
-	// MaxRows is how many rows all steps have together at most, 1 or more. The server may reserve
-	// memory for them.
-	MaxRows int64
+	Model   string
+	MaxRows int64             // of all steps together, 1 or more; the server may reserve memory for them
 	Params  map[string]string // of each step
 }
 
 // Sequence is a row of calls of a model, its steps, that share a state on the server, such as
-// the keys and values of attention. Steps follow each other: the server refuses one while
-// another is under way. It lives on its session, and the server ends it if no step comes for as
-// long as a session may be idle. A step that fails after it has begun ends it; the error of any
-// further one has the reason reason.StateLost. Its methods are safe for concurrent use.
+// the keys and values of attention. It lives on its session, and ends if no step comes for as long as
+// a session may be idle, or with a step that fails after it has begun; the error of any further one has
+// reason.StateLost. Its methods are safe for concurrent use: while a step is under way, others are refused.
 type Sequence struct {
 	client *Client
 	on     *calling.Sequence
@@ -29,7 +26,10 @@ type Sequence struct {
 // Sequence begins a sequence and waits for the server. Close must follow.
 func (s *Session) Sequence(ctx context.Context, r SequenceRequest) (*Sequence, error) {
 	on, err := s.on.Begin(ctx, Request{Model: r.Model, Params: r.Params}, r.MaxRows)
-	return &Sequence{s.client, on}, err
+	if err != nil {
+		return nil, err
+	}
+	return &Sequence{s.client, on}, nil
 }
 
 // Sequence is like Session.Sequence, on the session that Compute uses, or on a new one.

@@ -187,8 +187,7 @@ type Ways struct {
 	Why   string
 }
 
-// Lanes returns how many lanes there are now. Unlike Ways, it never waits, so that what the
-// session calls, such as an Input's release, may call it.
+// Lanes returns how many lanes there are now. It never waits: an Input's release may call it.
 func (s *Session) Lanes() int { return s.on.Lanes.Count() }
 
 // Ways returns how the bytes of the session's tensors have been carried so far.

@@ -76,7 +76,7 @@ func table(pairs [][2]string) map[string]string {
 // left to done.
 func (o *op) compute(m *link.Call, q client.Request) (answer []byte, err error) {
 	defer o.dropResults()
-	cl, err := o.client(m.Connection)
+	cl, err := o.caller(m.Connection)
 	if err != nil {
 		return nil, err
 	}
@@ -106,7 +106,11 @@ func (o *op) compute(m *link.Call, q client.Request) (answer []byte, err error) 
 			o.rest = append(o.rest, a)
 		}
 	}
-	return []byte(`{"call":"` + c.ID().String() + `"}`), err
+	rows := ""
+	if s, ok := cl.(*client.Sequence); ok {
+		rows = fmt.Sprintf(`,"rows":%d`, s.Rows())
+	}
+	return []byte(`{"call":"` + c.ID().String() + `"` + rows + `}`), err
 }
 
 // result is one on its way to the guest.

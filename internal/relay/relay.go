@@ -52,7 +52,7 @@ func Serve(conn *link.Conn, cfg Config) error {
 	r := &relay{
 		cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, ended: make(chan error, 1),
 		pieces:  slab.NewBudget("memory for pieces of results", PiecesBytes),
-		clients: make(map[uint32]*client.Client), ops: make(map[uint64]*op),
+		callers: make(map[uint32]caller), ops: make(map[uint64]*op),
 	}
 	r.running.Go(r.receive)
 	err := <-r.ended
@@ -62,8 +62,10 @@ func Serve(conn *link.Conn, cfg Config) error {
 	for _, o := range r.ops { // that the link ended before they ran
 		o.unshare()
 	}
-	for _, c := range r.clients {
-		_ = c.Close() // it breaks connections
+	for _, c := range r.callers {
+		if own, ok := c.(*client.Client); ok {
+			_ = own.Close() // it breaks connections, with which sequences end
+		}
 	}
 	if errors.Is(err, io.EOF) {
 		return nil
@@ -81,8 +83,8 @@ type relay struct {
 	ended   chan error // capacity 1: why nothing more is received
 
 	mu      sync.Mutex // guards all below
-	last    uint32     // the newest connection
-	clients map[uint32]*client.Client
+	last    uint32     // the newest of callers
+	callers map[uint32]caller
 	ops     map[uint64]*op
 }
 
@@ -245,11 +247,14 @@ type request struct {
 	BreakAfter  int    `json:"break_after"`
 	TLS         bool   `json:"tls"`
 	identity.ClientFiles
-	Glob    string      `json:"glob"`
-	Names   []string    `json:"names"`
-	Tensors []pushed    `json:"tensors"`
-	All     bool        `json:"all"`
-	Select  []selection `json:"select"`
+	Model   string            `json:"model"`
+	Params  map[string]string `json:"params"`
+	MaxRows int64             `json:"max_rows"`
+	Glob    string            `json:"glob"`
+	Names   []string          `json:"names"`
+	Tensors []pushed          `json:"tensors"`
+	All     bool              `json:"all"`
+	Select  []selection       `json:"select"`
 	// To says where tensors of a pull go: ranges by name, or in pieces, one or all.
 	To    orPieces[map[string]orPieces[extent]] `json:"to"`
 	Range *extent                               `json:"range"`
@@ -312,16 +317,11 @@ func (o *op) answer(q *request) ([]byte, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 		}
-		o.relay.mu.Lock()
-		o.last++
-		n := o.last
-		o.clients[n] = c
-		o.relay.mu.Unlock()
-		return fmt.Appendf(nil, `{"connection": %d}`, n), nil
+		return o.opened(c), nil
 	case "disconnect":
 		o.relay.mu.Lock()
-		c := o.clients[q.Connection]
-		delete(o.clients, q.Connection)
+		c := o.callers[q.Connection]
+		delete(o.callers, q.Connection)
 		o.relay.mu.Unlock()
 		if c == nil {
 			return nil, nil
@@ -334,8 +334,15 @@ func (o *op) answer(q *request) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	if q.Verb == "statistics" {
+	switch q.Verb {
+	case "statistics":
 		return json.Marshal(c.Statistics())
+	case "sequence":
+		s, err := c.Sequence(o.ctx, client.SequenceRequest{Model: q.Model, MaxRows: q.MaxRows, Params: q.Params})
+		if err != nil {
+			return nil, err
+		}
+		return o.opened(s), nil
 	}
 	verb := o.cfg.Verbs[q.Verb]
 	if verb == nil {
@@ -350,12 +357,36 @@ func (o *op) answer(q *request) ([]byte, error) {
 	return answer.Bytes(), err
 }
 
-// client finds a connection.
-func (r *relay) client(n uint32) (*client.Client, error) {
+// caller is a connection, a *client.Client, or a *client.Sequence.
+type caller interface {
+	Call(ctx context.Context, q client.Request) (*client.Call, error)
+	Close() error
+}
+
+// opened gives a caller a number, and returns the answer that tells it.
+func (r *relay) opened(c caller) []byte {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if c := r.clients[n]; c != nil {
+	r.last++
+	r.callers[r.last] = c
+	return fmt.Appendf(nil, `{"connection": %d}`, r.last)
+}
+
+// caller finds one by its number.
+func (r *relay) caller(n uint32) (caller, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if c := r.callers[n]; c != nil {
 		return c, nil
 	}
 	return nil, fmt.Errorf("%w: connection %d is closed", client.ErrInput, n)
+}
+
+// client finds a connection.
+func (r *relay) client(n uint32) (*client.Client, error) {
+	c, err := r.caller(n)
+	if own, ok := c.(*client.Client); ok || err != nil {
+		return own, err
+	}
+	return nil, fmt.Errorf("%w: %d is a sequence, not a connection", client.ErrInput, n)
 }

@@ -137,7 +137,11 @@ func (q *sequence) prepare(ctx context.Context, call *engine.Call) (rows int64, 
 	if call.Params, call.State = q.params, q.state; q.state != nil {
 		rows, err = q.state.Rows(*call)
 	} else {
-		rows, err = q.model.Info().Check(*call)
+		info := q.model.Info()
+		if info.Rows == engine.AllAxes { // elements are independent: a row is what people see as one
+			info.Rows = engine.AllButLast
+		}
+		rows, err = info.Check(*call)
 	}
 	if err == nil && rows > q.most-q.rows {
 		err = fmt.Errorf("%w: model %q: a step of %d rows after %d of at most %d", engine.ErrInput, q.name, rows, q.rows, q.most)

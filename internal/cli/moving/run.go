@@ -27,7 +27,7 @@ type RunOptions struct {
 	Remote
 	Inputs, Outputs, Params []string
 	Input                   files.RawInput
-	Raw                     bool
+	Raw, Sequence           bool
 	Timeout                 time.Duration
 }
 
@@ -37,6 +37,9 @@ func (o *RunOptions) Run(ctx context.Context, model string, std files.Streams) e
 	params, err := paramsOf("--param", o.Params)
 	if err := cmp.Or(err, o.Input.Check()); err != nil {
 		return err
+	}
+	if o.Sequence {
+		return o.sequence(ctx, model, params, std)
 	}
 	r := client.Request{Model: model, Timeout: o.Timeout, Params: params, Results: map[string]client.Sink{}}
 	cl, waiting, err := o.dialPipes(ctx)

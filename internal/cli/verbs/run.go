@@ -26,10 +26,14 @@ the results arrive.
 -i x=a.npy reads input x from a.npy, unless there is a file x=a.npy. -o y=b.npy writes
 result y to b.npy; to write a file y=b.npy, use -o ./y=b.npy.
 
+With --sequence the input is rows, and --shape says how many there are at most: each step
+of a sequence brings those that have come, and writes theirs of the result.
+
 Raw input that is longer than its shape is an error, except from a device. Run does
 not wait for a pipe to be closed.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
+  bottom | tensorferry run trunk --sequence --dtype float32 --shape 512,768 | top
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
 		Args: Takes(1, "MODEL"),
 		RunE: func(c *cobra.Command, args []string) error { return o.Run(c.Context(), args[0], streamsOf(c)) },
@@ -40,6 +44,7 @@ not wait for a pipe to be closed.`,
 	f.StringArrayVarP(&o.Params, "param", "p", nil, "parameter of the model, `key=value`; repeatable")
 	rawFlags(c, &o.Input)
 	f.BoolVar(&o.Raw, "raw", false, "write results as raw bytes")
+	f.BoolVar(&o.Sequence, "sequence", false, "run the model on rows as they come, with a state on the server")
 	remoteFlags(c, &o.Remote)
 	pipeFlag(c, &o.Remote)
 	settings.Duration(f, &o.Timeout, "timeout", 0, 0, "time limit of the call on the server; 0 is no limit")

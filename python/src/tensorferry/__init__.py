@@ -39,6 +39,7 @@ from ._errors import (
     Unknown,
 )
 from ._model import Model, ModelError, Param, Port, model
+from ._sequence import Sequence
 from ._serve import Server, serve
 from ._tensor import Stream, Tensor
 from ._version import __version__
@@ -83,6 +84,7 @@ __all__ = [
     "Pushed",
     "Region",
     "ResourceExhausted",
+    "Sequence",
     "Served",
     "Server",
     "Statistics",

@@ -27,6 +27,7 @@ from ._errors import Error
 from ._link import Link, Range, Steps, Target, drive, driven
 from ._model import ANY_AXES, FREE, KINDS, Param, Port
 from ._run import Feed, File, Progress, Result, Run
+from ._sequence import Sequence as Calls
 from ._tensor import NAMES, Like, Source, Tensor
 
 _ASK_SECONDS = 30.0  # metadata requests, when the caller names no limit
@@ -390,11 +391,12 @@ class Client:
         regions: bool = False,
         progress: Optional[Progress] = None,
         idempotent: bool = False,
+        of: Optional[Calls] = None,
     ) -> Steps[Run]:
         metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
-        link = self._known() or (yield from self._ready())
+        link = of._link if of else self._known() or (yield from self._ready())
         if link._dropped:
             link.collect()
         run = Run(link, next(link.ids), like)
@@ -432,7 +434,7 @@ class Client:
         packet = _wire.pack_call(
             run.id,
             (_wire.REGIONS if regions else 0) | (_wire.IDEMPOTENT if idempotent else 0),
-            self._connection,
+            self._connection if of is None else of._number,
             0 if timeout is None else _millis(timeout),
             b"".join(parts),
         )
@@ -440,6 +442,15 @@ class Client:
             yield from feed.open(limit)
         _send(run, packet)
         return run
+
+    @driven
+    def sequence(self, model: str, max_rows: int, *, params: Optional[Mapping[str, Any]] = None) -> Steps[Calls]:
+        """Begin a sequence of calls of a model that share a state on the server.
+
+        All steps together bring at most max_rows rows, for which the server may reserve memory. It ends
+        a sequence that has no step for as long as a session may be idle, ten minutes by default.
+        """
+        return (yield from Calls(self, model, max_rows, params)._begin())
 
     def _result_of(self, model: str) -> Steps[str]:
         for m in (yield from unwrap(Client.models)(self)) if model not in self._ports else ():

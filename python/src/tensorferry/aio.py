@@ -18,11 +18,11 @@ import functools
 import os
 import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, Callable, Optional, TypeVar, cast
 
-from . import _client, _link
+from . import _client, _link, _sequence
 from ._client import Region
 from ._errors import LinkError
 from ._link import Link, Steps, Target
@@ -279,6 +279,24 @@ class Call(_client.Call):
             yield region
 
 
+class Sequence(_sequence.Sequence):
+    """A row of calls that share a state on the server, from async with to its end."""
+
+    async def __aenter__(self) -> Sequence:
+        return cast(Sequence, await _drive(self._begin()))
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def step(self, x: Any = None, /, **given: Any) -> Any:
+        """Do what tensorferry.Sequence.step does."""
+        return await _drive(unwrap(_sequence.Sequence.step)(self, x, **given))
+
+    async def close(self) -> None:  # type: ignore[override]
+        """End the sequence. A second time is a no-op."""
+        await _drive(unwrap(_sequence.Sequence.close)(self))
+
+
 class Client:
     """A server, by way of the link of this process. connect makes one."""
 
@@ -295,6 +313,10 @@ class Client:
 
     def __repr__(self) -> str:
         return repr(self._client).replace("Client", "aio.Client", 1)
+
+    def sequence(self, model: str, max_rows: int, *, params: Optional[Mapping[str, Any]] = None) -> Sequence:
+        """Return a sequence, which async with begins."""
+        return Sequence(self._client, model, max_rows, params)
 
     compute = _awaits(cast("Callable[..., Any]", _client.Client.compute), _same)  # it has overloads
     call = _awaits(_client.Client.call, Call)
