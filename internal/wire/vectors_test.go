@@ -88,6 +88,15 @@ func vectors() []vector {
 	msg("hello-stores", "ok", "a server whose calls may be puts and gets", &F{Hello: &tensorferryv1.Hello{
 		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, Stores: true,
 	}})
+	msg("hello-sequences", "ok", "a server whose calls may be of sequences", &F{Hello: &tensorferryv1.Hello{
+		Version: 1, SessionId: idSession, Checksum: tensorferryv1.Checksum_CHECKSUM_CRC32C, Sequences: true,
+	}})
+	msg("sequence", "ok", "a call that begins a sequence, a step of it, and its end", &F{Calls: []*tensorferryv1.Call{
+		{Id: idCall, Model: "trunk", Params: map[string]string{"scale": "0.5"}, Sequence: &tensorferryv1.Sequence{Id: []byte("sequence-0000001"), MaxRows: 512}},
+		{Id: []byte("call-00000000002"), Inputs: []*tensorferryv1.Input{{TensorId: idTensor}}, Sequence: &tensorferryv1.Sequence{Id: []byte("sequence-0000001")}},
+		{Id: []byte("call-00000000003"), Sequence: &tensorferryv1.Sequence{Id: []byte("sequence-0000001"), End: true}},
+	}})
+	msg("done-rows", "ok", "a step of a sequence has ended", &F{Dones: []*tensorferryv1.Done{{CallId: idCall, Outputs: []*tensorferryv1.Output{{Port: "y", TensorId: idTensor}}, Rows: 17}}})
 	msg("put", "ok", "a put of all or none, one of each by itself, and the end of both", &F{
 		Calls: []*tensorferryv1.Call{{Id: idCall, Put: &tensorferryv1.Put{All: true}}, {Id: idOther, Put: &tensorferryv1.Put{}}},
 		Ends:  []*tensorferryv1.PutEnd{{CallId: idCall, Tensors: 65536}, {CallId: idOther}},
