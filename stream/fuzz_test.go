@@ -174,6 +174,9 @@ func (r *rogue) frame() *frame.Frame {
 			for range r.byte() % 4 {
 				c.Inputs = append(c.Inputs, frame.Binding{Port: string(rune('a' + r.byte()%3)), Tensor: r.pick('t')})
 			}
+			if k := r.byte(); k%4 == 0 {
+				c.Sequence = &frame.Sequence{ID: r.pick('c'), MaxRows: uint64(k / 4 % 2), End: k/8%2 == 0}
+			}
 			f.Calls = append(f.Calls, c)
 		case 1, 2:
 			f.Descs = append(f.Descs, r.desc())

@@ -261,6 +261,9 @@ func (s *stage) parts(text string) *frame.Frame {
 			if c.Model == "-" {
 				c.Model = ""
 			}
+			if id := f.text("sequence", ""); id != "" {
+				c.Sequence = &frame.Sequence{ID: s.id(id), MaxRows: uint64(f.opt("rows", 0)), End: f.has("end")}
+			}
 			c.Inputs = f.bindings()
 			x.Calls = append(x.Calls, c)
 		case "desc":

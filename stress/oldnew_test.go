@@ -86,6 +86,7 @@ func TestOldAndNewProgramsWorkTogether(t *testing.T) {
 				{"push, ls, pull, rm", []string{"none", "lz4"}, duo.store},
 				{"model file", []string{"none"}, duo.modelFile},
 				{"interrupted call", []string{"none"}, duo.cancel},
+				{"sequence", []string{"none"}, duo.sequence},
 				{"drain", []string{"none"}, duo.drain}, // the server ends in this one
 			} {
 				for _, codec := range c.codecs {
@@ -145,6 +146,17 @@ func (d duo) call(t *testing.T, codec string) {
 		require.NoError(t, err)
 		require.NoError(t, known.Same("relu", got, w.ReLU()))
 	}
+}
+
+// sequence is refused by a sentence where one side is older than sequences are.
+func (d duo) sequence(t *testing.T, _ string) {
+	w := known.Pick(8, 40_000)
+	got, err := d.run(bytes.NewReader(w.Data()), "run", "relu", "--sequence", "--dtype", w.Desc().DType.String(), "--shape", "1000,40")
+	if err != nil && (strings.Contains(err.Error(), "unknown flag: --sequence") || strings.Contains(err.Error(), "older than this client")) {
+		return
+	}
+	require.NoError(t, err)
+	require.NoError(t, known.Same("relu", got, w.ReLU()))
 }
 
 func (d duo) inputs(t *testing.T, codec string) {
