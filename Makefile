@@ -98,7 +98,7 @@ stress-python: ## Kill workers, clients and programs by the hundred, and 40 thre
 	@set -e; for part in worker-kills client-kills program-kills threads tasks connects training-faults training-sessions training-steps; do tools/python-stress $$part; done
 
 build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
-	$(GO) build -trimpath -o bin/tensorferry ./cmd/tensorferry
+	$(GO) build -trimpath -tags grpcnotrace -o bin/tensorferry ./cmd/tensorferry
 	@if [ "$$($(GO) env CGO_ENABLED)" = 1 ]; then echo "built with cgo: CUDA devices can be used"; else echo "built without cgo: no CUDA devices"; fi
 
 wheel: ## Build python/dist/*.whl: the Python package with the program in it

@@ -169,11 +169,11 @@ func words(t *testing.T) (n int) {
 	return n
 }
 
-// programSize rounds up, so that the number changes rarely. It builds as the tests are built: with
-// -trimpath all packages would be compiled once more, of the standard library, too.
+// programSize rounds up, so that the number changes rarely. It builds as make build does, but for
+// -trimpath, with which all packages would be compiled once more, of the standard library, too.
 func programSize(t *testing.T) int {
 	path := filepath.Join(t.TempDir(), "tensorferry")
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-o", path, program)
+	cmd := exec.CommandContext(t.Context(), "go", "build", "-tags", "grpcnotrace", "-o", path, program)
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", cmd, err, out)

@@ -65,17 +65,23 @@ func streamsOf(c *cobra.Command) files.Streams {
 
 // Command returns the program with its commands.
 func Command() *cobra.Command {
+	var version bool // a field of cobra's, whose templates keep every method of the program
 	root := &cobra.Command{
 		Use:                        "tensorferry",
 		Short:                      "carry tensors between programs and through models",
-		Version:                    serve.Version,
 		SilenceUsage:               true,
 		SuggestionsMinimumDistance: 2,
 		SilenceErrors:              true,
 		Args:                       noCommand,
-		RunE:                       func(c *cobra.Command, _ []string) error { return c.Help() },
+		RunE: func(c *cobra.Command, _ []string) error {
+			if version {
+				_, err := fmt.Fprintln(c.OutOrStdout(), serve.Version)
+				return err
+			}
+			return c.Help()
+		},
 	}
-	root.SetVersionTemplate("{{.Version}}\n")
+	root.Flags().BoolVarP(&version, "version", "v", false, "print the version")
 	root.SetFlagErrorFunc(flagError)
 	root.AddCommand(
 		serveCommand(), demoCommand(), benchCommand(), // start servers
