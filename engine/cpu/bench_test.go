@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/builtin"
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -53,7 +54,7 @@ func BenchmarkAttention(b *testing.B) {
 	for _, positions := range []int{128, 512, 2048} {
 		b.Run(fmt.Sprintf("positions=%d", positions), func(b *testing.B) {
 			l := layers{head: width / 12}
-			_, scores, queries := l.sizes(positions)
+			_, scores, queries := l.sizes(positions, positions)
 			x, y := make([]float32, 3*width*positions), make([]float32, 3*width*positions)
 			for i := range x {
 				x[i] = float32(i%7) - 3
@@ -66,6 +67,36 @@ func BenchmarkAttention(b *testing.B) {
 				compute(b.Context(), &t)
 			}
 			b.ReportMetric(4*float64(positions*positions*width)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GFLOP/s")
+		})
+	}
+}
+
+// BenchmarkStep is a call of one position behind others, whose keys and values the sequence has.
+func BenchmarkStep(b *testing.B) {
+	const width = 128
+	for _, past := range []int64{1, 64, 512} {
+		b.Run(fmt.Sprintf("past=%d", past), func(b *testing.B) {
+			h := NewHost(HostConfig{})
+			defer h.Close()
+			m, err := newStack(h, decoder(4, 4), decoderWeights(tensor.Float32, width))
+			if err != nil {
+				b.Fatal(err)
+			}
+			s := begin(b, m, past+1)
+			defer s.Close()
+			x := floatTensor(9, 1, past, width)
+			for _, n := range []int64{past, 1} {
+				if _, err := engine.Step(b.Context(), m, s, part(x, 0, n)); err != nil {
+					b.Fatal(err)
+				}
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				s.(*sequence).past = int(past)
+				if _, err := engine.Step(b.Context(), m, s, part(x, 0, 1)); err != nil {
+					b.Fatal(err)
+				}
+			}
 		})
 	}
 }

@@ -58,7 +58,14 @@ func Chain(name string, models ...engine.Model) (engine.Model, error) {
 		k.info.Outputs = info.Outputs
 	}
 	k.info.Name, k.info.About = name, nil
-	return links[0].host.model(blocks.Model{Info: k.info, Bind: k.bind}, links...)
+	made := blocks.Model{Info: k.info, Bind: k.bind}
+	if at := slices.IndexFunc(links, func(m *model) bool { return m.keeps }); at >= 0 {
+		made.Begin = func(context.Context, engine.Sequence) (engine.State, error) {
+			return nil, fmt.Errorf("%w: model %q: %q keeps a state in a sequence, which a chain does not: have a sequence of each",
+				engine.ErrPrecondition, name, links[at].Info().Name)
+		}
+	}
+	return links[0].host.model(made, links...)
 }
 
 // coarser returns the rows that two models can be cut into alike.

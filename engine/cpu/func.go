@@ -137,6 +137,7 @@ type model struct {
 	engine.Model
 	host  *Host
 	links []*model // of a chain; nil for any other model
+	keeps bool     // a state, in a sequence
 }
 
 func (h *Host) model(m blocks.Model, links ...*model) (engine.Model, error) {
@@ -144,7 +145,7 @@ func (h *Host) model(m blocks.Model, links ...*model) (engine.Model, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &model{made, h, links}, nil
+	return &model{made, h, links, m.Begin != nil}, nil
 }
 
 // Unwrap returns the model without its host.

@@ -31,6 +31,7 @@ type HostConfig struct {
 type Host struct {
 	pool    *slab.Pool
 	budget  *slab.Budget
+	kept    *slab.Budget // what sequences may have of budget
 	workers *workers
 	engine  *blocks.Engine
 }
@@ -40,6 +41,7 @@ func NewHost(c HostConfig) *Host {
 	memory := cmp.Or(max(c.MemoryBytes, 0), defaultMemory)
 	h := &Host{
 		pool: slab.NewPool(memory, slab.System), budget: slab.NewBudget("memory", memory),
+		kept:    slab.NewBudget("memory of sequences", memory/keptShare),
 		workers: newWorkers(cmp.Or(max(c.Workers, 0), runtime.GOMAXPROCS(0))),
 	}
 	h.engine = blocks.New(blocks.Config{Name: "cpu", Device: h.workers, Pool: h.pool, Budget: h.budget})

@@ -138,14 +138,16 @@ func TestModelsOfItemsPassTheSuiteInEveryDataType(t *testing.T) {
 	for _, d := range stack.DTypes {
 		x := func(items, positions int64) tensor.Tensor { return as(d, floatTensor(9, items, positions, 15)) }
 		// The activations of "alone", without a mask, are computed in place.
-		alone := encoder()
-		alone.Mask = false
+		alone, causal := encoder(), encoder()
+		alone.Mask, causal.Mask = false, false
+		causal.Layers[3].Causal = true // which keeps a state
 		for name, c := range map[string]struct {
 			spec              stack.Spec
 			in, empty, nobody []tensor.Tensor
 		}{
 			"floats": {encoder(), []tensor.Tensor{x(21, 9), masks(tensor.Bool, 21, 9)}, []tensor.Tensor{x(0, 9), masks(tensor.Bool, 0, 9)}, []tensor.Tensor{x(3, 0), masks(tensor.Bool, 3, 0)}},
 			"alone":  {alone, []tensor.Tensor{x(2, 70)}, []tensor.Tensor{x(0, 70)}, []tensor.Tensor{x(3, 0)}},
+			"causal": {causal, []tensor.Tensor{x(2, 70)}, nil, nil},
 			"int32":  {encoder(embed), []tensor.Tensor{ids(tensor.Int32, 50, 2, 70), masks(tensor.Uint8, 2, 70)}, []tensor.Tensor{ids(tensor.Int32, 50, 0, 9), masks(tensor.Uint8, 0, 9)}, nil},
 			"int64":  {encoder(embed), []tensor.Tensor{ids(tensor.Int64, 50, 15, 9), masks(tensor.Uint8, 15, 9)}, nil, []tensor.Tensor{ids(tensor.Int64, 50, 3, 0), masks(tensor.Bool, 3, 0)}},
 		} {
@@ -201,7 +203,7 @@ func TestAttentionOfManyKeysAndWideHeadsAgreesWithTheObviousOne(t *testing.T) {
 		x, err := tensor.Slice[float32](floatTensor(11, int64(n), int64(3*w)))
 		require.NoError(t, err)
 		l := layers{head: w / c.heads}
-		_, scores, queries := l.sizes(n)
+		_, scores, queries := l.sizes(n, n)
 		tl := tile{rows: n, width: 3 * w, x: x, y: make([]float32, n*3*w), scores: make([]float32, scores), queries: make([]float32, queries), mask: masks(tensor.Bool, 1, int64(n)).Data}
 		tl.mask[0] = 1
 		attention(&stack.Step{In: 3 * w, Out: w, Heads: c.heads, Causal: c.causal})(t.Context(), &tl)

@@ -116,7 +116,7 @@ func gated(s *stack.Step) kernel {
 func positions(s *stack.Step) kernel {
 	table := s.Weight
 	return func(_ context.Context, t *tile) {
-		for i, v := range table[:t.rows*t.width] {
+		for i, v := range table[t.past*t.width:][:t.rows*t.width] {
 			t.x[i] += v
 		}
 	}
@@ -128,15 +128,24 @@ func positions(s *stack.Step) kernel {
 // these queries are transposed; as in linear, gonum multiplies serially, and sums over a head's width and
 // over keys are in float32 and ascend. What is hidden has the weight 0, which gonum leaves out: not even
 // a NaN comes through.
+//
+// In a sequence, the keys and values are those of all its positions: the sums are the same ones, however
+// the positions came.
 func attention(s *stack.Step) kernel {
 	all, out, causal := s.In, s.Out, s.Causal
 	width := out / s.Heads
 	scale := 1 / math.Sqrt(float64(width))
 	return func(ctx context.Context, t *tile) {
+		var columns []float32 // of keys, in a sequence
+		values, stride := t.x[2*out:], all
+		if t.cache != nil {
+			columns, values = t.keep(out)
+			stride = out
+		}
 		for first := 0; first < t.rows; first += tileRows {
 			n, keys := min(tileRows, t.rows-first), t.rows
 			if causal {
-				keys = first + n
+				keys = t.past + first + n
 			}
 			scores := t.scores[:keys*n]
 			for left := 0; left < out && !t.rest(ctx); left += width {
@@ -146,21 +155,31 @@ func attention(s *stack.Step) kernel {
 					}
 				}
 				for top := 0; top < keys; top += panelWidth {
-					gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, min(panelWidth, keys-top), n, width,
-						1, t.x[top*all+out+left:], all, t.queries, n, 0, scores[top*n:], n)
+					k := min(panelWidth, keys-top)
+					switch {
+					case columns == nil:
+						gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, k, n, width,
+							1, t.x[top*all+out+left:], all, t.queries, n, 0, scores[top*n:], n)
+					case n > 1:
+						gonum.Implementation{}.Sgemm(blas.Trans, blas.NoTrans, k, n, width,
+							1, columns[left*t.most+top:], t.most, t.queries, n, 0, scores[top*n:], n)
+					default: // the same, but one row instead of k rows of one number: four times as fast, November 2026
+						gonum.Implementation{}.Sgemm(blas.NoTrans, blas.NoTrans, 1, k, width,
+							1, t.queries, width, columns[left*t.most+top:], t.most, 0, scores[top:], k)
+					}
 				}
 				sums := weigh(scores, n, scale, func(key int) int {
 					switch {
 					case t.mask != nil && t.mask[key] == 0:
 						return n
 					case causal:
-						return max(0, key-first)
+						return max(0, key-t.past-first)
 					}
 					return 0
 				})
 				for at := 0; at < width; at += panelWidth {
 					gonum.Implementation{}.Sgemm(blas.Trans, blas.NoTrans, n, min(panelWidth, width-at), keys,
-						1, scores, n, t.x[2*out+left+at:], all, 0, t.y[first*out+left+at:], out)
+						1, scores, n, values[left+at:], stride, 0, t.y[first*out+left+at:], out)
 				}
 				for i := range n {
 					y := t.y[(first+i)*out+left:][:width]

@@ -7,6 +7,10 @@ const (
 	// at full depth. A server sets its own share of the process' memory.
 	defaultMemory = 1 << 30
 
+	// keptShare is the part of a host's memory that its models may keep for sequences: one half, so
+	// that calls still run while sequences rest.
+	keptShare = 2
+
 	// blockTime is how long a block may be computed before it is overlong: a thousand times
 	// what one of the usual size takes.
 	blockTime = time.Second

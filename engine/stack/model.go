@@ -24,11 +24,11 @@ type Model struct {
 	Steps         []Step
 	// Items says that a row is an item of [positions width], computed as a whole; else each position is a row.
 	Items      bool
+	Positions  int             // the most that an item has
 	Mask       bool            // a second input is the mask of Spec
 	Vocabulary int             // ids of the embedding that is the first step; 0: there is none
 	embedded   tensor.DataType // the data type of its weight
 	layers     int             // of the Spec: attention is three steps
-	positions  int             // the most that an item has
 }
 
 // Step is one checked layer, with what its kind needs. An attention layer becomes three steps: a
@@ -63,7 +63,7 @@ func (m *Model) Info() engine.Info {
 		i.Rows = 1
 		i.Inputs[0].Shape = []int64{engine.Free, engine.Free, int64(m.In)}
 		i.Outputs[0].Shape = []int64{engine.Free, engine.Free, int64(m.Out)}
-		i.About["positions"] = strconv.Itoa(m.positions)
+		i.About["positions"] = strconv.Itoa(m.Positions)
 	}
 	if m.Vocabulary > 0 {
 		i.Inputs[0] = port("x", []tensor.DataType{tensor.Int32, tensor.Int64}, engine.Free, engine.Free)
@@ -88,8 +88,8 @@ func (m *Model) Bind(c engine.Call) (y tensor.Desc, positions int, err error) {
 	if !m.Items {
 		return y, 1, nil
 	}
-	if n := x.Shape[1]; n > int64(m.positions) {
-		return y, 0, &engine.InputError{Model: m.Name, Port: "x", Want: fmt.Sprintf("at most %d positions", m.positions), Got: strconv.FormatInt(n, 10)}
+	if n := x.Shape[1]; n > int64(m.Positions) {
+		return y, 0, &engine.InputError{Model: m.Name, Port: "x", Want: fmt.Sprintf("at most %d positions", m.Positions), Got: strconv.FormatInt(n, 10)}
 	}
 	if m.Mask && c.Inputs[1].Desc.Shape[1] != x.Shape[1] {
 		return y, 0, &engine.InputError{Model: m.Name, Port: "mask", Want: fmt.Sprintf("%d positions, as x has", x.Shape[1]), Got: c.Inputs[1].Desc.String()}
@@ -172,7 +172,7 @@ type builder struct {
 }
 
 func build(s Spec, weight func(string) (tensor.Tensor, error)) (*Model, error) {
-	b := builder{Model: &Model{Name: s.Name, Version: s.Version, Mask: s.Mask, layers: len(s.Layers), positions: maxPositions}, weight: weight, absent: make(map[float32][]float32)}
+	b := builder{Model: &Model{Name: s.Name, Version: s.Version, Mask: s.Mask, layers: len(s.Layers), Positions: maxPositions}, weight: weight, absent: make(map[float32][]float32)}
 	if err := b.build(s); err != nil {
 		return nil, fmt.Errorf("stack: model %q: %w: %w", s.Name, engine.ErrInfo, err)
 	}
@@ -330,7 +330,7 @@ func (b *builder) embedding(l Layer, s *Step) error {
 
 func (b *builder) table(l Layer, s *Step) error {
 	n, err := b.matrix(l.Weight, "positions", s)
-	b.positions, b.Items = min(b.positions, n), true
+	b.Positions, b.Items = min(b.Positions, n), true
 	return err
 }
 
