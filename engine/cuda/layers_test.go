@@ -357,6 +357,24 @@ func TestAnIDOutsideTheVocabularyFailsTheCallByItsNameAndNoOther(t *testing.T) {
 	}
 }
 
+func TestASequenceOfPositionsIsRefusedAndOneOfRowsIsNot(t *testing.T) {
+	r := newRig(t)
+	begin := func(name string) (engine.State, error) {
+		there, err := cuda.Stack(r.open(t, r.config(64*mib)), modelOf(t, layered[name], tensor.Float32))
+		require.NoError(t, err)
+		q, ok := engine.As[engine.Sequencer](there)
+		require.True(t, ok)
+		return q.Begin(t.Context(), engine.Sequence{ID: tensor.ID{1}, MaxRows: 9})
+	}
+	s, err := begin("causal")
+	require.Nil(t, s)
+	require.ErrorIs(t, err, engine.ErrPrecondition)
+	require.ErrorContains(t, err, "serve it with --engine cpu")
+	s, err = begin("rmsnorm")
+	require.NoError(t, err)
+	require.Nil(t, s, "the calls are independent")
+}
+
 func TestWeightsOfHalfTypesTakeHalfTheMemory(t *testing.T) {
 	there, _ := both(t, newRig(t), stack.Spec{Layers: []stack.Layer{{Kind: "linear", Weight: "up"}}}, tensor.BFloat16)
 	require.Equal(t, fmt.Sprint(76*30*2+76*4), there.Info().About["device_bytes"])

@@ -6,6 +6,7 @@ package cuda
 import "C"
 
 import (
+	"context"
 	"fmt"
 	"math"
 	"slices"
@@ -107,13 +108,19 @@ func Stack(h *Host, m *stack.Model) (engine.Model, error) {
 	info.About["device_bytes"] = strconv.FormatInt(c.bytes(), 10)
 	known := *m
 	known.Steps = nil // without the weights
-	return h.engine.Model(blocks.Model{
+	made := blocks.Model{
 		Info:     info,
 		Bind:     func(call engine.Call) (blocks.Bound, error) { return c.bind(&known, call) },
 		Setup:    func() error { return c.upload(h.device) },
 		Teardown: func() { c.free(h.device) },
 		Gauges:   h.gauges,
-	})
+	}
+	if m.Items {
+		made.Begin = func(context.Context, engine.Sequence) (engine.State, error) {
+			return nil, fmt.Errorf("%w: model %q: a GPU keeps no keys and values for a sequence yet; serve it with --engine cpu", engine.ErrPrecondition, m.Name)
+		}
+	}
+	return h.engine.Model(made)
 }
 
 // bind ties the layers of m to a call.
