@@ -1,6 +1,7 @@
 package enginetest
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"io"
@@ -29,6 +30,7 @@ func Run(t *testing.T, c Case) {
 	t.Run("runs that compete for the least memory all finish", c.leastMemory)
 	t.Run("a cancelled run ends with the cause in every phase", c.cancelled)
 	t.Run("a closed run says so", c.closed)
+	t.Run("the steps of a sequence give what one call gives", c.sequence)
 }
 
 // start makes the model and checks at the end that nothing is held.
@@ -288,4 +290,56 @@ func (c Case) closed(t *testing.T) {
 	assert.ErrorIs(t, err, engine.ErrClosed, "Borrow")
 	_, err = r.Next(t.Context())
 	assert.ErrorIs(t, err, engine.ErrClosed, "Next")
+}
+
+// sequence gives a model that has a state a few rows at a time, which are positions of the first item
+// if that has several. Other models refuse a sequence, or its calls are independent.
+func (c Case) sequence(t *testing.T) {
+	m := c.start(t, memory)
+	q, ok := engine.As[engine.Sequencer](m)
+	if !ok || m.Info().Rows == 0 || len(c.Inputs) == 0 || len(c.Inputs[0].Shape) < 2 {
+		t.Skip("nothing is kept of rows")
+	}
+	s, err := q.Begin(t.Context(), engine.Sequence{ID: tensor.ID{1}, Params: c.Params, MaxRows: 1 << 20})
+	if err != nil || s == nil {
+		assert.Nil(t, s)
+		assert.True(t, err == nil || errors.Is(err, engine.ErrPrecondition), "%v", err)
+		return
+	}
+	defer s.Close()
+	cut := func(axis int, lo, hi int64) (in []tensor.Tensor) {
+		for i, x := range c.Inputs {
+			if !m.Info().Inputs[i].Whole {
+				each := int64(len(x.Data)) / x.Shape[0]
+				if x.Shape = x.Shape.Clone(); axis == 1 {
+					each /= x.Shape[1]
+					x.Shape[0] = 1
+				}
+				x.Shape[axis], x.Data = hi-lo, x.Data[lo*each:hi*each]
+			}
+			in = append(in, x)
+		}
+		return in
+	}
+	axis, all := 0, c.Inputs[0].Shape[0]
+	if n, err := s.Rows(Call(m, cut(0, 0, 1), c.Params, 1)); err == nil && n > 1 {
+		axis, all = 1, n
+	}
+	want, err := engine.Compute(t.Context(), m, c.Params, cut(axis, 0, all)...)
+	require.NoError(t, err)
+	got := make([][]byte, len(want))
+	for lo, n := int64(0), int64(0); lo < all; lo, n = lo+n, n+1 {
+		in := cut(axis, lo, min(lo+n, all))
+		rows, err := s.Rows(Call(m, in, c.Params, 1<<10))
+		require.NoError(t, err)
+		assert.Equal(t, in[0].Shape[axis], rows)
+		out, err := engine.Step(t.Context(), m, s, in...)
+		require.NoError(t, err)
+		for i := range out {
+			got[i] = append(got[i], out[i].Data...)
+		}
+	}
+	for i := range want {
+		assert.True(t, bytes.Equal(want[i].Data, got[i]), "output %d", i)
+	}
 }
