@@ -3,6 +3,7 @@ package client_test
 import (
 	"context"
 	"errors"
+	"io"
 	"math"
 	"sync"
 	"sync/atomic"
@@ -360,4 +361,87 @@ func TestNoMoreSequencesThanCalls(t *testing.T) {
 	}
 	m.gone(t, f)
 	require.NoError(t, begin(t, f.client, 1).Close())
+}
+
+func TestTenThousandStepsAndAThousandSequences(t *testing.T) {
+	testkit.Start(t)
+	f, m := sumsFixture(t, client.Config{}, func(*serverConfig) {})
+	q := begin(t, f.client, 10_000)
+	for i := range 10_000 {
+		if y := last(t, q, rowsOf(t, 1, 1)); y != float32(i+1) {
+			t.Fatalf("step %d of %v: a row was lost, or came twice", i, y)
+		}
+	}
+	require.EqualValues(t, 10_000, q.Rows())
+	_, err := q.Step(t.Context(), rowsOf(t, 1, 1))
+	require.ErrorContains(t, err, "a step of 1 rows after 10000 of at most 10000")
+	require.NoError(t, q.Close())
+	for range 1000 {
+		q := begin(t, f.client, 1)
+		require.EqualValues(t, 1, last(t, q, rowsOf(t, 1, 1)))
+		require.NoError(t, q.Close())
+	}
+	m.gone(t, f)
+}
+
+// TestTwoHundredSequencesThatEndInEveryWay has them step at a time, and end well, by a cancelled step,
+// with their session, with a connection that breaks, and at last with the server.
+func TestTwoHundredSequencesThatEndInEveryWay(t *testing.T) {
+	testkit.Start(t)
+	f, m := sumsFixture(t, client.Config{}, func(*serverConfig) {})
+	const sessions, each = 8, 25
+	var all, steady sync.WaitGroup
+	steady.Add(1)
+	for range sessions {
+		c, err := dial(f.addr, client.Config{})
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = c.Close() })
+		s, err := c.Session(t.Context())
+		require.NoError(t, err)
+		for i := range each {
+			all.Go(func() {
+				q, err := s.Sequence(t.Context(), client.SequenceRequest{Model: "sums", MaxRows: 1 << 20})
+				for n := 1; err == nil; n++ {
+					ctx, cancel := context.WithCancel(t.Context())
+					x := float32(1)
+					if n == 10 && i%4 == 1 {
+						x = float32(math.Inf(1))
+						time.AfterFunc(time.Millisecond, cancel)
+					}
+					var y tensor.Tensor
+					if y, err = q.Step(ctx, rowsOf(t, x, 1)); err == nil {
+						if v, _ := tensor.Slice[float32](y); v[0] != float32(n) {
+							t.Errorf("step %d is %v", n, v[0])
+						}
+					}
+					cancel()
+					switch {
+					case n < 10 || err != nil:
+					case i%4 == 0:
+						err = errors.Join(q.Close(), io.EOF)
+					case i%4 == 2 && i > 20:
+						err = errors.Join(s.Close(), io.EOF)
+					case i%4 == 3 && i > 20:
+						err = errors.Join(c.Close(), io.EOF)
+					case n > 1000:
+						steady.Wait() // until the server ends
+						_, err = q.Step(t.Context(), rowsOf(t, 1, 1))
+					}
+				}
+			})
+		}
+	}
+	other, err := f.client.Sequence(t.Context(), client.SequenceRequest{Model: "sums", MaxRows: 9})
+	require.NoError(t, err)
+	require.EqualValues(t, 1, last(t, other, rowsOf(t, 1, 1)))
+	testkit.Eventually(t, func() bool { return m.states.Load() < 150 }, "some have ended")
+	f.server.Close()
+	steady.Done()
+	all.Wait()
+	testkit.Eventually(t, func() bool {
+		_, err = other.Step(t.Context(), rowsOf(t, 1, 1))
+		return err != nil
+	}, "the server has ended")
+	isLost(t, err)
+	testkit.Eventually(t, func() bool { return m.states.Load() == 0 }, "states are given up")
 }
