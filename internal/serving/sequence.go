@@ -176,20 +176,16 @@ func (q *sequence) failed(err error, began bool) error {
 }
 
 // rested ends the sequence if no step has come.
-func (q *sequence) rested() {
-	busy := false
-	q.session.Do(func(*stream.Machine, stream.Instant) { busy = q.busy })
-	if !busy {
-		q.end()
-	}
-}
+func (q *sequence) rested() { q.endIf(func() bool { return !q.busy }) }
 
 // end ends the sequence, unless it has ended. Its state stays until a step that is under way is over.
-func (q *sequence) end() {
+func (q *sequence) end() { q.endIf(func() bool { return true }) }
+
+// endIf ends the sequence if may, called with the session locked, says so.
+func (q *sequence) endIf(may func() bool) {
 	s, here := q.session, false
 	s.Do(func(*stream.Machine, stream.Instant) {
-		here = s.sequences[q.id] == q
-		if here {
+		if here = s.sequences[q.id] == q && may(); here {
 			delete(s.sequences, q.id)
 		}
 	})
