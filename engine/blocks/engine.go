@@ -138,7 +138,7 @@ func (e *Engine) end(state State, cause error) []*run {
 	}
 	e.state = max(e.state, state)
 	for r := range e.runs {
-		r.cancel(e.health)
+		r.fail(e.health)
 	}
 	return slices.Collect(maps.Keys(e.runs))
 }

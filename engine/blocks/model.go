@@ -86,7 +86,7 @@ func guard(name string, f func() error) (err error) {
 
 // failed wraps what a model's own code, or its device, failed with, and where.
 func failed(name, where string, err error) error {
-	for _, known := range []error{engine.ErrModel, engine.ErrUnavailable, engine.ErrClosed, engine.ErrPrecondition, engine.ErrParam} {
+	for _, known := range []error{engine.ErrModel, engine.ErrUnavailable, engine.ErrClosed, engine.ErrPrecondition, engine.ErrStateLost, engine.ErrParam} {
 		if errors.Is(err, known) {
 			return err
 		}
@@ -161,7 +161,7 @@ func (m *model) plan(c engine.Call) (p plan, b Bound, err error) {
 	switch {
 	case err == nil:
 		p, err = newPlan(info, c, rows, b)
-	case !errors.Is(err, engine.ErrInput) && !errors.Is(err, engine.ErrParam) && !errors.Is(err, engine.ErrModel):
+	case !errors.Is(err, engine.ErrInput) && !errors.Is(err, engine.ErrParam) && !errors.Is(err, engine.ErrStateLost) && !errors.Is(err, engine.ErrModel):
 		err = fmt.Errorf("%w: model %q: %w", engine.ErrInput, info.Name, err)
 	}
 	return p, b, err

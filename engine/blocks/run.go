@@ -2,6 +2,7 @@ package blocks
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -42,7 +43,8 @@ type run struct {
 	// goroutine; nil where the device does not do that.
 	help *Work
 	// sourced: the model has no inputs, its slots are filled as they come free.
-	sourced bool
+	sourced  bool
+	stateful bool // a call with a State, which goes with the device
 
 	mu        sync.Mutex
 	outs      []tensor.Desc
@@ -95,7 +97,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 	}
 	r := &run{
 		engine: e, holder: c.Principal, info: info, plan: p, bound: b, outs: b.Outs, granted: least,
-		sourced: len(info.Inputs) == 0, free: make([]*slot, 0, p.wantIn),
+		sourced: len(info.Inputs) == 0, stateful: c.State != nil, free: make([]*slot, 0, p.wantIn),
 		lendable: make(chan struct{}, 1), nextable: make(chan struct{}, 1), idle: make(chan struct{}, 1),
 	}
 	r.stats.Queue = time.Since(begin)
@@ -127,9 +129,9 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 	r.pending = make([]*slot, 0, r.inSlots)
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
 	if err := e.enter(r); err != nil {
-		r.cancel(err)
+		r.fail(err)
 		r.giveUp(r.granted)
-		return nil, err
+		return nil, context.Cause(r.ctx)
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -193,6 +195,14 @@ func (r *run) newWork() *Work {
 	}
 	r.works = append(r.works, w)
 	return w
+}
+
+// fail ends the run, unless it has ended: the first cause stands.
+func (r *run) fail(err error) {
+	if r.stateful && (errors.Is(err, engine.ErrUnavailable) || errors.Is(err, engine.ErrClosed)) {
+		err = fmt.Errorf("%w: %w", engine.ErrStateLost, err)
+	}
+	r.cancel(err)
 }
 
 // Borrow implements engine.Run.

@@ -202,7 +202,7 @@ func (r *run) finish(w *Work, err error, t Times) {
 		if r.bound.Results != Given {
 			where = fmt.Sprintf("rows [%d,+%d): ", w.Row, w.Rows)
 		}
-		r.cancel(failed(r.info.Name, where, err)) // the first cause stands
+		r.fail(failed(r.info.Name, where, err))
 	}
 	if r.closed || err != nil { // Next reports it; nothing more is started
 		w.letGo()
