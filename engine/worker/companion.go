@@ -41,11 +41,7 @@ type kept struct {
 func (h *Host) keep(k kept) {
 	k.Bytes = min(max(0, k.Bytes), h.cfg.MemoryBytes) // it is bounded by 1/keptShare of that
 	k.Most = max(0, k.Most)
-	if more := k.Bytes - h.kept.Bytes; more > 0 {
-		h.budget.Hold(nil, more)
-	} else {
-		h.budget.Release(nil, -more)
-	}
+	h.charge(nil, k.Bytes-h.kept.Bytes)
 	h.kept = k
 }
 
@@ -114,10 +110,10 @@ func orderOf(text string) (series string, n uint64, err error) {
 // does not come; mu is held.
 func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
 	p := w.Program.(*program)
-	queue := &h.lines[min(p.model, 1)]
+	line := &h.lines[min(p.model, 1)]
 	s := p.session
 	if p.series == "" || s == nil || p.life.Err() != nil {
-		queue.Push(w)
+		line.push(w)
 		return over
 	}
 	if s.series != p.series {
@@ -132,13 +128,13 @@ func (h *Host) push(w *blocks.Work) (over blocks.Queue) {
 		s.waiting[p.turn] = turn{w, time.AfterFunc(h.cfg.turn, func() { h.late(s, p.turn, w) })}
 		return over
 	}
-	queue.Push(w)
+	line.push(w)
 	for s.next = max(s.next, p.turn+1); ; s.next++ {
 		next := s.take(s.next)
 		if next == nil {
 			return over
 		}
-		queue.Push(next)
+		line.push(next)
 	}
 }
 
@@ -175,7 +171,7 @@ func (h *Host) late(s *session, n uint64, w *blocks.Work) {
 // takeAll takes all blocks out that no process has begun; mu is held.
 func (h *Host) takeAll() (taken blocks.Queue) {
 	for i := range h.lines {
-		taken.Append(&h.lines[i])
+		h.lines[i].take(func(*program) bool { return true }, &taken)
 	}
 	for _, s := range h.sessions {
 		s.takeAll(&taken)
@@ -184,11 +180,11 @@ func (h *Host) takeAll() (taken blocks.Queue) {
 	return taken
 }
 
-// pop returns the next block: of the model and of its companions by turns, so that neither
+// pop returns the next block for a guest: of the model and of its companions by turns, so that neither
 // waits for more than one of the other; mu is held.
-func (h *Host) pop() (w *blocks.Work) {
+func (h *Host) pop(g *guest) (w *blocks.Work) {
 	for range h.lines {
-		w = h.lines[h.turn].Pop()
+		w = h.lines[h.turn].pop(g)
 		if h.turn = 1 - h.turn; w != nil {
 			break
 		}

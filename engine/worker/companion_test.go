@@ -152,7 +152,7 @@ func TestASessionIsGoneAfterItsLastBlock(t *testing.T) {
 	testkit.Eventually(t, func() bool {
 		tr.host.mu.Lock()
 		defer tr.host.mu.Unlock()
-		return tr.host.lines[0].Len() == 1
+		return tr.host.lines[0].len() == 1
 	}, "a block waits")
 	leave()
 	testkit.Eventually(t, func() bool {
@@ -228,7 +228,7 @@ func TestCallsOfASeriesRunInTheirOrder(t *testing.T) {
 		testkit.Eventually(t, func() bool {
 			tr.host.mu.Lock()
 			defer tr.host.mu.Unlock()
-			count := tr.host.lines[1].Len()
+			count := tr.host.lines[1].len()
 			for _, o := range tr.host.sessions {
 				count += len(o.waiting)
 			}
@@ -321,13 +321,13 @@ func TestTheModelAndItsCompanionsWaitForOneBlockOfEachOther(t *testing.T) {
 	testkit.Eventually(t, func() bool {
 		tr.host.mu.Lock()
 		defer tr.host.mu.Unlock()
-		return tr.host.lines[1].Len() == 2 && tr.host.lines[0].Len() == 1
+		return tr.host.lines[1].len() == 2 && tr.host.lines[0].len() == 1
 	}, "all wait")
 	ends = append(ends, begin(t.Context(), t.Context(), tr.host.Model(), nil))
 	testkit.Eventually(t, func() bool {
 		tr.host.mu.Lock()
 		defer tr.host.mu.Unlock()
-		return tr.host.lines[0].Len() == 2
+		return tr.host.lines[0].len() == 2
 	}, "another waits")
 	for _, next := range []uint16{0, 2, 0, 2} {
 		tr.done(r)

@@ -33,11 +33,11 @@ type guest struct {
 	why      error      // it was ended, the first reason
 
 	// Guarded by the host's mu.
-	queue blocks.Queue    // only it may compute these
-	runs  map[uint64]bool // it knows
-	tells []link.Message  // it is to be sent: runs and sessions that have ended
-	gone  bool            // the link has ended
-	left  error           // it has left the host, and why
+	states map[*state]struct{} // it has
+	runs   map[uint64]bool     // it knows
+	tells  []link.Message      // it is to be sent: runs and sessions that have ended
+	gone   bool                // the link has ended
+	left   error               // it has left the host, and why
 
 	flight []*flight     // the blocks that it computes, the oldest first
 	passed *blocks.Work  // was computed, and its results are not passed on
@@ -58,7 +58,7 @@ type flight struct {
 func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	h := p.host
 	g := &guest{
-		process: p, host: h, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool),
+		process: p, host: h, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool), states: make(map[*state]struct{}),
 		idle: make(chan struct{}), took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
@@ -264,9 +264,7 @@ func (g *guest) next(wait bool) *flight {
 		}
 		var w *blocks.Work
 		if idle || len(g.flight) < g.info.Blocks && g.took < aheadWithin && g.host.waiting == 0 {
-			if w = g.queue.Pop(); w == nil {
-				w = g.host.pop()
-			}
+			w = g.host.pop(g)
 		}
 		switch {
 		case w == nil && !wait:
@@ -290,7 +288,6 @@ func (g *guest) next(wait bool) *flight {
 		}
 		if g.host.info.Stateful && p.owner == nil {
 			p.owner = g
-			g.host.lines[0].Take(w.Context(), &g.queue)
 		}
 		f := &flight{id: g.host.blockIDs.Add(1), work: w}
 		g.flight = append(g.flight, f)
@@ -322,8 +319,8 @@ func (g *guest) send(f *flight) {
 		g.watch.Set(g.host.cfg.block) // from now on: a guest may not read
 	}
 	g.host.mu.Unlock()
-	if fresh {
-		context.AfterFunc(run, func() { g.leaveRun(run, p.run) })
+	if fresh || p.state != nil && f.work.Row == 0 {
+		context.AfterFunc(run, func() { g.leaveRun(run, p) })
 	}
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
@@ -337,12 +334,19 @@ func (g *guest) send(f *flight) {
 	}
 }
 
-// leaveRun is called when a run ends that the guest knows.
-func (g *guest) leaveRun(run context.Context, id uint64) {
+// leaveRun is called when a run ends that the guest knows. That of a sequence goes on.
+func (g *guest) leaveRun(run context.Context, p *program) {
 	g.cancel(run)
 	g.host.mu.Lock()
 	defer g.host.mu.Unlock()
-	if !g.gone {
+	if p.state == nil {
+		g.forget(p.run)
+	}
+}
+
+// forget has the guest told that a run has ended, if it knows it; mu is held.
+func (g *guest) forget(id uint64) {
+	if !g.gone && g.runs[id] {
 		delete(g.runs, id)
 		g.tells = append(g.tells, &link.End{Head: link.Head{ID: id}})
 		g.host.more.Broadcast()

@@ -20,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/link/linktest"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -94,6 +95,39 @@ func TestAModelMayReturnItsInputBesideSomethingNarrow(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, x.Data, outs[0].Data)
 	require.Equal(t, x.Data[64<<10], outs[1].Data[1])
+}
+
+func TestAWorkerMayLieAboutAState(t *testing.T) {
+	testkit.Start(t)
+	says := make(chan string, 1)
+	h, g := liar(t, Config{}, `{"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}],"rows":1}`,
+		func(g *linktest.Guest, r *link.Run) bool {
+			g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: r.Inputs, JSON: []byte(<-says)})
+			return true
+		})
+	step := func(s engine.State, said string) error {
+		says <- said
+		_, err := engine.Step(t.Context(), h.Model(), s, vector(1)...)
+		return err
+	}
+	s, err := h.begin(t.Context(), engine.Sequence{MaxRows: 9})
+	require.NoError(t, err)
+	for said, want := range map[string]int64{`{"state":-5}`: 0, `{"state":7}`: 7, `{}`: 0, `{"state":33554432}`: 32 << 20} {
+		require.NoError(t, step(s, said))
+		require.Equal(t, want, s.Bytes())
+	}
+	require.ErrorIs(t, step(s, `{"state":9223372036854775807}`), slab.ErrBudget)
+	s.Close()
+	require.NoError(t, step(nil, `{"state":7}`), "a call has none")
+	s, err = h.begin(t.Context(), engine.Sequence{MaxRows: 9})
+	require.NoError(t, err)
+	require.ErrorIs(t, step(s, `{"state":"much"}`), engine.ErrModel)
+	s.Close()
+	require.NoError(t, h.idle())
+	g.Close()
+	<-h.Ended()
+	_, err = h.begin(t.Context(), engine.Sequence{MaxRows: 9})
+	require.ErrorIs(t, err, engine.ErrUnavailable)
 }
 
 func TestAWorkerThatDoesNotReadEnds(t *testing.T) {
@@ -178,7 +212,7 @@ func flying(t *testing.T, h *Host, n int) {
 		h.mu.Lock()
 		defer h.mu.Unlock()
 		for g := range h.guests {
-			return len(g.flight) == n && g.flight[n-1].sent && h.lines[0].Len() > 0
+			return len(g.flight) == n && g.flight[n-1].sent && h.lines[0].len() > 0
 		}
 		return false
 	}, "blocks that the worker has")

@@ -30,11 +30,11 @@ type process struct {
 	last  string // line that it said
 }
 
-// endedError says that a process has ended; who waits for its blocks may try again.
+// endedError says that a process has ended.
 type endedError struct{ model, how string }
 
 func (e *endedError) Error() string {
-	return fmt.Sprintf("the worker of model %q ended (%s); call again", e.model, e.how)
+	return fmt.Sprintf("the worker of model %q ended (%s)", e.model, e.how)
 }
 
 func (e *endedError) Unwrap() error { return engine.ErrUnavailable }

@@ -28,7 +28,10 @@ type program struct {
 	call    string // its id
 	json    []byte // what a guest is told with its first block
 	lead    tensor.Shape
-	owner   *guest // the only one that computes it, where the model is stateful
+	owner   *guest       // the only one that computes it, where the model is stateful
+	state   *state       // of the sequence, nil of none
+	before  int64        // rows of the sequence
+	queue   blocks.Queue // in a line
 }
 
 // over returns why a block is not to be computed any more. A guest has heard, or hears first, that
@@ -45,7 +48,8 @@ type callJSON struct {
 	Call    string            `json:"call"`
 	Params  map[string]string `json:"params"`
 	Inputs  []inputJSON       `json:"inputs"`
-	Session uint64            `json:"session,omitempty"` // whose call it is, where there are companions
+	Session uint64            `json:"session,omitempty"`  // whose call it is, where there are companions
+	MaxRows int64             `json:"max_rows,omitempty"` // of the sequence
 }
 
 type inputJSON struct {
@@ -62,9 +66,9 @@ func (h *Host) bound(number int, d described) blocks.Model {
 // bind ties a model to a call.
 func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error) {
 	info := d.Info
-	p := &program{run: h.runIDs.Add(1), model: number, info: info, life: c.Lifetime, call: c.ID.String()}
+	p := &program{model: number, info: info, life: c.Lifetime, session: h.sessionOf(c.Lifetime), call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
-	if p.session = h.sessionOf(c.Lifetime); p.session != nil {
+	if p.session != nil {
 		about.Session = p.session.number
 	}
 	for i, in := range c.Inputs {
@@ -79,12 +83,17 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 			return blocks.Bound{}, err
 		}
 	}
-	p.json, err = json.Marshal(about)
+	if c.State != nil {
+		err = h.step(c.State, p)
+	} else {
+		p.run = h.runIDs.Add(1)
+		p.json, err = json.Marshal(about)
+	}
 	b := blocks.Bound{Results: blocks.Given, Program: p}
 	if d.Keeps {
 		h.mu.Lock()
 		// More than the rest is not kept: others are dropped before.
-		b.Memory = []int64{max(0, min(h.kept.Most, h.cfg.MemoryBytes/keptShare-h.kept.Bytes))}
+		b.Memory = []int64{min(h.kept.Most, h.left())}
 		h.mu.Unlock()
 	}
 	return b, err
@@ -94,7 +103,7 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
 	p := w.Program.(*program)
 	info := p.info
-	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(w.Row), Rows: uint64(w.Rows), Model: uint16(p.model)}
+	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(p.before + w.Row), Rows: uint64(w.Rows), Model: uint16(p.model)}
 	for i, d := range w.Descs {
 		data, shape := w.In[i], d.Shape
 		switch axes := info.Axes(len(shape)); {
@@ -137,6 +146,8 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 	p := w.Program.(*program)
 	if a.Code != 0 {
 		r.err = failure(a)
+	} else if p.state != nil && len(a.JSON) > 0 {
+		r.err = p.state.grew(a.JSON)
 	}
 	for _, out := range a.Outputs {
 		data, b, err := h.find(g, w, out.Range)

@@ -113,12 +113,14 @@ type Host struct {
 
 	mu      sync.Mutex          // guards all below, and what guests and programs say of it
 	more    sync.Cond           // for guests: there may be something to do
-	lines   [2]blocks.Queue     // of the model, and of its companions
+	lines   [2]line             // of the model, and of its companions
 	turn    int                 // whose is next
 	guests  map[*guest]struct{} // that are ready
 	waiting int                 // of these, how many have nothing to compute
 	info    *info               // as the first guest said
 	kept    kept                // by the process, between calls
+	// stateBytes are those of the states of all guests.
+	stateBytes int64
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
 	sessions    map[<-chan struct{}]*session
 	lastSession uint64
@@ -179,7 +181,7 @@ func (h *Host) makeModels() (err error) {
 		h.companions = append(h.companions, m)
 	}
 	m := h.bound(0, h.info.described)
-	m.Teardown, m.Gauges = h.Close, h.gauges // of all of them
+	m.Begin, m.Teardown, m.Gauges = h.begin, h.Close, h.gauges // the last two of all of them
 	h.model, err = h.engine.Model(m)
 	return err
 }
@@ -205,11 +207,12 @@ func (h *Host) Close() {
 // gauges are what the model measures.
 func (h *Host) gauges() []engine.Gauge {
 	h.mu.Lock()
-	ready, queued, resident, said := len(h.guests), h.lines[0].Len()+h.lines[1].Len(), int64(0), h.kept.Gauges
+	ready, queued, resident, said := len(h.guests), h.lines[0].len()+h.lines[1].len(), int64(0), h.kept.Gauges
+	states, stateBytes := 0, h.stateBytes
 	for g := range h.guests {
 		r, _ := proc.ResidentOf(g.pid) // nothing where the system does not tell
 		resident += r.Own + r.Mapped
-		queued += g.queue.Len()
+		states += len(g.states)
 	}
 	h.mu.Unlock()
 	inputs, _, _ := h.budget.Used()
@@ -221,6 +224,8 @@ func (h *Host) gauges() []engine.Gauge {
 		{Name: "worker_queue_blocks", Meaning: "blocks that wait for a process", Value: float64(queued)},
 		{Name: "worker_input_bytes", Meaning: "shared memory that inputs have", Value: float64(inputs)},
 		{Name: "worker_result_bytes", Meaning: "shared memory that results have", Value: float64(results)},
+		{Name: "worker_states", Meaning: "sequences whose state the processes have", Value: float64(states)},
+		{Name: "worker_state_bytes", Meaning: "memory of these states, as the processes say", Value: float64(stateBytes)},
 	}
 	for _, g := range trainingGauges {
 		if len(h.companions) > 0 {
@@ -234,18 +239,17 @@ func (h *Host) gauges() []engine.Gauge {
 func (h *Host) Start(w *blocks.Work) {
 	h.mu.Lock()
 	var over blocks.Queue
-	owner, err := w.Program.(*program).owner, w.Context().Err()
-	if owner != nil {
-		err = cmp.Or(err, owner.left)
+	p, err := w.Program.(*program), w.Context().Err()
+	if p.owner != nil {
+		err = cmp.Or(err, p.owner.left)
+	}
+	if p.state != nil {
+		p.state.rows = p.before + w.Row + w.Rows
 	}
 	if h.ctx.Err() != nil {
 		err = engine.ErrClosed
 	}
-	switch {
-	case err != nil:
-	case owner != nil:
-		owner.queue.Push(w)
-	default:
+	if err == nil {
 		over = h.push(w)
 	}
 	h.more.Broadcast()
@@ -256,12 +260,12 @@ func (h *Host) Start(w *blocks.Work) {
 	over.End(errTurn)
 }
 
-// Cancel implements blocks.Canceler. What a guest has begun, it is told of by enter.
+// Cancel implements blocks.Canceler. What a guest has begun, leaveRun tells it of.
 func (h *Host) Cancel(run context.Context) {
 	var over blocks.Queue
 	h.mu.Lock()
 	for i := range h.lines {
-		h.lines[i].Take(run, &over)
+		h.lines[i].take(func(p *program) bool { return p.queue.Head().Context() == run }, &over)
 	}
 	for _, s := range h.sessions {
 		for n, t := range s.waiting {
@@ -269,9 +273,6 @@ func (h *Host) Cancel(run context.Context) {
 				over.Push(s.take(n))
 			}
 		}
-	}
-	for g := range h.guests {
-		g.queue.Take(run, &over)
 	}
 	h.mu.Unlock()
 	over.End(nil)
@@ -307,14 +308,17 @@ func (h *Host) leave(g *guest, cause error) {
 	_, ready := h.guests[g]
 	delete(h.guests, g)
 	g.left = cause
-	over := g.queue
+	var over blocks.Queue
+	h.lines[0].take(func(p *program) bool { return p.owner == g }, &over)
 	for _, f := range g.flight {
 		over.Push(f.work)
 	}
 	if g.passed != nil {
 		over.Push(g.passed)
 	}
-	g.queue = blocks.Queue{}
+	for s := range g.states {
+		s.end(cause)
+	}
 	h.mu.Unlock()
 	over.End(cause)
 	h.mu.Lock()

@@ -204,8 +204,8 @@ func TestAWorkerThatDiesOrBreaksTheProtocolFailsItsCallAndComesBack(t *testing.T
 	c.block = 500 * time.Millisecond
 	h := start(t, c)
 	for what, want := range map[string]string{
-		"kill":     `the worker of model "does" ended (signal: killed); call again`,
-		"exit":     `the worker of model "does" ended (exit status 3); call again`,
+		"kill":     `the worker of model "does" ended (signal: killed)`,
+		"exit":     `the worker of model "does" ended (exit status 3)`,
 		"garbage":  "bad message",
 		"foreign":  "is not the guest's",
 		"twice":    "nobody waits for",
@@ -263,7 +263,7 @@ func TestACancelIsHeardOrElseTheWorkerIsKilled(t *testing.T) {
 			h.mu.Lock()
 			defer h.mu.Unlock()
 			for g := range h.guests {
-				return len(g.flight) == 1 && g.flight[0].sent && h.lines[0].Len()+g.queue.Len() == 2
+				return len(g.flight) == 1 && g.flight[0].sent && h.lines[0].len() == 2
 			}
 			return false
 		}, "blocks that wait for another")

@@ -56,6 +56,7 @@ var vectors = []struct {
 	{"run", "", &Run{Head{ID: 11}, 2, 256, 128, 0, []Tensor{{12, []int64{128, 64}, Range{7, 0, 32768}}}, []byte(`{"params":{"a":"2"}}`)}},
 	{"answer", "", &Answer{Head: Head{ID: 11}, Nanos: 1_000_000, Outputs: []Tensor{{12, []int64{128, 10}, Range{9, 0, 5120}}}}},
 	{"answer-failed", "", &Answer{Head: Head{ID: 11}, Code: 3, JSON: []byte(`{"message":"no","public":true}`)}},
+	{"answer-state", "of a sequence", &Answer{Head: Head{ID: 11}, Outputs: []Tensor{}, JSON: []byte(`{"state":1048576}`)}},
 	{"end", "", &End{Head{ID: 2}}},
 	{"gone", "", &Gone{Head{ID: 3}}},
 	{"kept", "", &Kept{JSON: []byte(`{"kept":1048576,"most":524288,"gauges":{"graphs":2}}`)}},

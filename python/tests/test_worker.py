@@ -22,7 +22,7 @@ import tensorferry as tf
 from support import descriptors, eventually, needs_numpy, needs_torch, numpy, pattern, program, torch
 from tensorferry import _tensor
 from tensorferry._link import Memory
-from tensorferry._model import find, prepare
+from tensorferry._model import Call, find, prepare
 from tensorferry._worker import Worker, failure, pinned
 
 
@@ -89,6 +89,66 @@ class Pins(unittest.TestCase):
         self.assertIn("CUDA error 801", said.getvalue())
         del memory
         gc.collect()
+
+
+class Kept:
+    """An object with attributes, which says when it is closed."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.closed = 0
+        self.__dict__.update(attributes)
+
+    def close(self) -> None:
+        self.closed += 1
+        raise ValueError("which harms nobody")
+
+
+class States(unittest.TestCase):
+    """What becomes of call.state."""
+
+    def held(self, **state: Any) -> int:
+        return _tensor.held(state, set())
+
+    def test_tensors_are_counted_once_wherever_they_are(self) -> None:
+        x = tf.Tensor(bytearray(100))
+        part = tf.Tensor(memoryview(x.data.obj)[10:20])
+        deep = Kept(a=[(x, {"x": x})], b={1, 2.0, "c", None})
+        deep.__dict__["self"] = deep
+        self.assertEqual(self.held(deep=deep, x=x, part=part, none=None), 100)
+        self.assertEqual(self.held(), 0)
+        self.assertEqual(_tensor.held({"x": x, "deep": deep}, {id(deep), id(x)}), 0)
+
+    def test_of_very_many_objects_some_are_looked_at(self) -> None:
+        self.assertEqual(self.held(few=[tf.Tensor(bytearray(1)) for _ in range(100)]), 100)
+        many = self.held(many=[[tf.Tensor(bytearray(1)) for _ in range(1000)] for _ in range(20)])
+        self.assertGreater(many, 1000)
+        self.assertLessEqual(many, 10_000)
+
+    @needs_numpy
+    def test_views_of_arrays_are_not_counted_beside_them(self) -> None:
+        a = numpy.zeros((10, 8), "float32")
+        self.assertEqual(self.held(a=a, part=a[2:], turned=a.T[:, 1:]), 320)
+        self.assertEqual(self.held(part=a[2:3]), 320, "it keeps all of the array")
+
+    @needs_torch
+    def test_tensors_of_torch_are_counted_by_their_storage(self) -> None:
+        t = torch.zeros(10, 8)
+        self.assertEqual(self.held(t=t, part=t[2:], detached=t.detach()), 320)
+        self.assertEqual(self.held(part=t[2:3]), 320)
+        self.assertEqual(self.held(sparse=t.to_sparse(), t=t), 320)
+        if numpy is not None:
+            self.assertEqual(self.held(array=t.numpy(), t=t), 320)
+
+    def test_what_has_a_close_is_closed_once(self) -> None:
+        call = Call("c", {}, [], None)
+        kept, other = Kept(), Kept()
+        call.state.update(a=kept, b=kept, c=1, d=None, e=other, f=Kept)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            Worker.end(None, call)  # type: ignore[arg-type]
+            Worker.end(None, ValueError())  # type: ignore[arg-type]
+            Worker.end(None, None)  # type: ignore[arg-type]
+        self.assertEqual((kept.closed, other.closed), (1, 1))
+        self.assertEqual(said.getvalue().count("ValueError: which harms nobody"), 2)
 
 
 class Failures(unittest.TestCase):

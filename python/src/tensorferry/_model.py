@@ -75,10 +75,12 @@ class Call:
         self.session = 0  # whose call it is, where the model trains
         self.params = params
         self.inputs = inputs  # name, metadata and shape of each whole input
-        self.state: dict[str, Any] = {}  # lives as long as the call, where the model is stateful
-        self.row = 0  # the first row of the block
+        self.state: dict[str, Any] = {}  # lives as long as the sequence, or as the call where the model is stateful
+        self.max_rows = 0  # of the sequence; 0 for a call of its own
+        self.row = 0  # the first row of the block, in the sequence or the call
         self.rows = 0  # how many it has
         self._worker = worker
+        self._bytes = self._look = 0  # of state, and when to count them again
 
     @property
     def cancelled(self) -> bool:

@@ -9,6 +9,7 @@ memory of the link.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import sys
 from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
@@ -31,6 +32,7 @@ _BITS = {11: "uint16", 14: "uint8", 15: "uint8"}
 
 # The most bytes of a block of a tensor that cannot be copied at any offset.
 _BLOCK_BYTES = 1 << 20
+_MOST_HELD = 10_000  # objects that held looks at: milliseconds
 
 
 class Like(NamedTuple):
@@ -486,3 +488,44 @@ def is_writable(x: Any) -> bool:
     if hasattr(x, "data_ptr"):
         return not x.requires_grad
     return not memoryview(x).readonly
+
+
+def storage(x: Any) -> tuple[int, int]:
+    """Return where the memory of a tensor of torch begins, of which it may be a part, and its bytes."""
+    whole = x.untyped_storage() if hasattr(x, "untyped_storage") else x._storage()  # before torch 2
+    return whole.data_ptr(), whole.nbytes()
+
+
+def held(state: Any, seen: set[int]) -> int:
+    """Return the bytes of the tensors that state leads to, in containers and attributes, each memory once.
+
+    What is in seen, by its id, is not looked at.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    left, n = [state], 0
+    for _ in range(_MOST_HELD):
+        if not left:
+            break
+        x = left.pop()
+        if x is None or isinstance(x, (str, int, float)) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if torch is not None and isinstance(x, torch.Tensor):
+            place, size = storage(x) if x.layout is torch.strided else (id(x), 0)
+        elif numpy is not None and isinstance(x, numpy.ndarray):
+            while isinstance(x.base, numpy.ndarray):
+                x = x.base
+            if hasattr(x.base, "data_ptr"):  # torch's
+                left.append(x.base)
+                continue
+            place, size = id(x), x.nbytes
+        elif isinstance(x, Tensor):
+            place, size = id(x.data.obj), memoryview(x.data.obj).nbytes
+        else:
+            more = x.values() if isinstance(x, dict) else x if isinstance(x, (list, tuple, set, frozenset)) else ()
+            left.extend(itertools.islice(more or (getattr(x, "__dict__", None),), _MOST_HELD))
+            continue
+        if -place not in seen:
+            seen.add(-place)
+            n += size
+    return n

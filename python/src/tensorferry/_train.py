@@ -21,7 +21,7 @@ from typing import Any, Optional
 import torch
 
 from ._model import FREE, Call, ModelError, Param, Port, Prepared, named_results
-from ._tensor import Like, having
+from ._tensor import Like, having, storage
 
 LEASE_SECONDS = 30.0  # how long a trainer that is cut off keeps others out
 GRAPH_SECONDS = 600.0  # the age at which a graph is dropped
@@ -366,13 +366,13 @@ class Training:
             xs[name] = x.requires_grad_() if differentiable(x) and name in wanted else x
         own = self.own
         if own is None:
-            own = self.own = {_place(t) for t in (*self.parameters, *self.module.buffers())}
+            own = self.own = {storage(t)[0] for t in (*self.parameters, *self.module.buffers())}
         counted: dict[int, int] = {}
 
         def count(x: Any) -> None:
-            place = _place(x)
+            place, n = storage(x)
             if place not in own and place not in counted:
-                counted[place] = _storage_bytes(x)
+                counted[place] = n
 
         def pack(x: Any) -> Any:
             count(x)
@@ -811,15 +811,6 @@ def _gradient(x: Any, absent: bool) -> Any:
 
 def _travels(y: Any, wire: Optional[torch.dtype]) -> Any:
     return y.to(wire) if wire is not None and y.is_floating_point() else y
-
-
-def _place(x: Any) -> int:
-    """Where the memory of a tensor begins, of which it may be a part."""
-    return int(x.data_ptr() - x.storage_offset() * x.element_size())
-
-
-def _storage_bytes(x: Any) -> int:
-    return int(x.untyped_storage().nbytes() if hasattr(x, "untyped_storage") else x.storage().nbytes())
 
 
 def describe(tensors: Mapping[str, Any], parameters: Container[str]) -> list[list[Any]]:

@@ -95,14 +95,25 @@ class Worker:
                 if message["kind"] == wire.RUN:
                     self.run(message)
                 elif message["kind"] == wire.END:
-                    self.runs.pop(message["id"], None)
-                    if not self.runs:
+                    self.end(self.runs.pop(message["id"], None))
+                    if not any(isinstance(call, Call) and not call.max_rows for call in self.runs.values()):
                         self.tidy()
                 elif message["kind"] == wire.GONE and self.training is not None:
                     self.training.gone(message["id"])
 
+    def end(self, call: Any) -> None:
+        """Closes what a call, or a sequence, has kept."""
+        for kept in {id(v): v for v in getattr(call, "state", {}).values()}.values():
+            try:
+                if callable(close := getattr(kept, "close", None)):
+                    close()
+            except Exception:
+                traceback.print_exc()
+
     def teardown(self) -> None:
         """Ends what serve has begun."""
+        for call in self.runs.values():
+            self.end(call)
         if self.loop is not None:
             self.loop.close()
         if self.models:
@@ -193,7 +204,20 @@ class Worker:
             widest = max((e.length for _, e in places), default=0)
             if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
                 places = []
-            return [self.place(block, s, number, places) for s, number in sources]
+            outputs = [self.place(block, s, number, places) for s, number in sources]
+        if call.max_rows:
+            block.says = self.grown(call)
+        return outputs
+
+    def grown(self, call: Call) -> bytes:
+        """What an answer says of a state, if that has grown or shrunk. To look takes a twentieth of the time."""
+        begin = time.perf_counter_ns()
+        if begin < call._look:
+            return b""
+        told, call._bytes = call._bytes, tensors.held(call.state, {id(self)})
+        end = time.perf_counter_ns()
+        call._look = end + 20 * (end - begin)
+        return b'{"state":%d}' % call._bytes if call._bytes != told else b""
 
     def finish(self, said: Any) -> Any:
         """Runs what an async model returned to its end. A cancelled call cancels it."""
@@ -228,7 +252,7 @@ class Worker:
         except ModelError as err:
             return err
         call = Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
-        call.session = int(said.get("session", 0))
+        call.session, call.max_rows = int(said.get("session", 0)), int(said.get("max_rows", 0))
         return call
 
     def source(self, name: str, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
