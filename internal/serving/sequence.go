@@ -57,7 +57,7 @@ func (c *call) begin(ctx context.Context, part frame.Sequence, params map[string
 	if err = q.open(ctx, c.cancel); err == nil {
 		s.Do(func(m *stream.Machine, now stream.Instant) {
 			if err = context.Cause(ctx); err == nil && s.sequences[q.id] != nil {
-				err = fmt.Errorf("%w: sequence %s has begun before; choose another id", errBinding, q.id)
+				err = refusal("INVALID_ARGUMENT", "sequence %s has begun before; choose another id", q.id)
 			}
 			if err == nil {
 				s.sequences[q.id] = q
