@@ -319,8 +319,8 @@ func (g *guest) send(f *flight) {
 		g.watch.Set(g.host.cfg.block) // from now on: a guest may not read
 	}
 	g.host.mu.Unlock()
-	if fresh || p.state != nil && f.work.Row == 0 {
-		context.AfterFunc(run, func() { g.leaveRun(run, p) })
+	if fresh && p.state == nil {
+		context.AfterFunc(run, func() { g.leaveRun(p.run) })
 	}
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
@@ -334,14 +334,11 @@ func (g *guest) send(f *flight) {
 	}
 }
 
-// leaveRun is called when a run ends that the guest knows. That of a sequence goes on.
-func (g *guest) leaveRun(run context.Context, p *program) {
-	g.cancel(run)
+// leaveRun is called when a run ends that the guest knows.
+func (g *guest) leaveRun(id uint64) {
 	g.host.mu.Lock()
 	defer g.host.mu.Unlock()
-	if p.state == nil {
-		g.forget(p.run)
-	}
+	g.forget(id)
 }
 
 // forget has the guest told that a run has ended, if it knows it; mu is held.

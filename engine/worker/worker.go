@@ -16,6 +16,7 @@ import (
 	"net"
 	"reflect"
 	"runtime"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -260,7 +261,7 @@ func (h *Host) Start(w *blocks.Work) {
 	over.End(errTurn)
 }
 
-// Cancel implements blocks.Canceler. What a guest has begun, leaveRun tells it of.
+// Cancel implements blocks.Canceler.
 func (h *Host) Cancel(run context.Context) {
 	var over blocks.Queue
 	h.mu.Lock()
@@ -272,6 +273,11 @@ func (h *Host) Cancel(run context.Context) {
 			if t.Context() == run {
 				over.Push(s.take(n))
 			}
+		}
+	}
+	for g := range h.guests {
+		if slices.ContainsFunc(g.flight, func(f *flight) bool { return f.work.Context() == run }) {
+			go g.cancel(run) // ends when the guest reads, or has ended
 		}
 	}
 	h.mu.Unlock()
