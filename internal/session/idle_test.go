@@ -76,3 +76,37 @@ func TestASessionThatHadFatFramesAndIsIdleKeepsLittle(t *testing.T) {
 		}
 	})
 }
+
+// Whoever has run a call follows the reader, and ends when no call is open.
+func TestGoroutinesThatRunCallsTakeTurnsToRead(t *testing.T) {
+	testkit.Start(t)
+	synctest.Test(t, func(t *testing.T) {
+		ran := 0
+		client, server := pair(t, func(_, server *side) {
+			server.ready = func() { server.sess.Go(func() { ran++ }) }
+		})
+		call := func() {
+			id := client.call(make([]byte, 100))
+			for synctest.Wait(); !client.ended(id); synctest.Wait() {
+				time.Sleep(time.Millisecond)
+			}
+		}
+		rest := func() int {
+			time.Sleep(time.Second)
+			synctest.Wait()
+			return runtime.NumGoroutine()
+		}
+		call()
+		idle := rest()
+		for range 20 {
+			call()
+			require.True(t, server.sess.following)
+			require.LessOrEqual(t, runtime.NumGoroutine(), idle+2, "a follower and a writer")
+		}
+		require.Equal(t, idle, rest())
+		require.False(t, server.sess.following)
+		require.Equal(t, 21, ran)
+		client.over(io.EOF)
+		server.over(io.EOF)
+	})
+}

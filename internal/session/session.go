@@ -65,9 +65,12 @@ type Session struct {
 	ended bool           // the peer has sent its last frame; guarded by mu
 	heard bool           // a frame has come since the last tick; guarded by mu
 	// reading: a frame is being received; then, unless nil, is to run on its reader's goroutine.
-	// Both guarded by mu.
-	reading bool
-	then    func()
+	// following: a goroutine that has run one waits for its turn to read, which saves a new one
+	// whose stack would have to grow. It ends when no call is open. All guarded by mu.
+	reading, following bool
+	then               func()
+	turn               chan carried // zero: the follower ends
+	claim              stream.Claim // of whoever reads
 	// writing: a writer has been started and has not yet found nothing to send. Then it
 	// waits for wake, or ends if no call is open: an idle session does without its stack.
 	// Both guarded by mu.
@@ -90,11 +93,17 @@ type Session struct {
 	work         sync.WaitGroup // writers, and readers of lanes
 }
 
+// carried is what reads of a connection need.
+type carried struct {
+	conn Conn
+	lost chan<- error
+}
+
 // New returns a session that begins with Carry.
 func New(cfg stream.Config, h Handler) *Session {
 	s := &Session{
 		handler: h, start: time.Now(), m: stream.New(cfg, 0),
-		sending: make(chan struct{}, 1), wake: make(chan struct{}, 1),
+		sending: make(chan struct{}, 1), wake: make(chan struct{}, 1), turn: make(chan carried, 1),
 	}
 	s.life, s.stop = context.WithCancelCause(context.Background())
 	s.writer = s.write
@@ -121,7 +130,7 @@ func (s *Session) Carry(conn Conn) (lost <-chan error) {
 	s.schedule()
 	s.mu.Unlock()
 	s.reader.Add(1)
-	go s.read(conn, l)
+	go s.read(carried{conn, l})
 	s.nudge()
 	return l
 }
@@ -145,6 +154,7 @@ func (s *Session) Wait(code frame.Code, text string) {
 	<-s.Stopped()
 	s.mu.Lock()
 	s.over = true
+	s.dismiss()
 	lanes := s.open()
 	s.mu.Unlock()
 	for _, l := range lanes {
@@ -207,9 +217,13 @@ func (s *Session) do(f func(m *stream.Machine, now stream.Instant)) bool {
 
 // due reports whether a writer is needed: for a frame, or for the session's end, when the
 // peer has ended its side and what the last call waited for, such as a chunk that a lane
-// was bringing, has let go. mu is held.
+// was bringing, has let go. Without a call, it ends the follower. mu is held.
 func (s *Session) due() bool {
-	return s.m.Pending() || (s.ended || s.waiting) && s.m.Status().Calls == 0
+	idle := (s.ended || s.waiting || s.following) && s.m.Status().Calls == 0
+	if idle {
+		s.dismiss()
+	}
+	return s.m.Pending() || idle && (s.ended || s.waiting)
 }
 
 // dispatch hands out events until there are none, and has the lanes attended to; mu is held.
@@ -303,22 +317,54 @@ func (s *Session) Go(f func()) {
 	go f()
 }
 
-// read receives frames, has the machine judge them, and puts chunks at their places.
-func (s *Session) read(conn Conn, lost chan<- error) {
-	then := s.readOn(conn, lost)
-	if then == nil {
-		s.reader.Done()
-		return
+// read receives frames, has the machine judge them, and puts chunks at their places. It goes on
+// until the connection has ended, or another goroutine reads and this one is not to follow it.
+func (s *Session) read(from carried) {
+	for {
+		then := s.readOn(from)
+		if then == nil {
+			s.reader.Done()
+			return
+		}
+		s.mu.Lock()
+		next := s.following
+		if next {
+			s.following = false
+			s.turn <- from
+		}
+		s.mu.Unlock()
+		if !next {
+			go s.read(from)
+		}
+		then()
+		s.mu.Lock()
+		if s.following || s.over || s.m.Status().Calls == 0 {
+			s.mu.Unlock()
+			return
+		}
+		s.following = true
+		s.work.Add(1)
+		s.mu.Unlock()
+		from = <-s.turn
+		s.work.Done()
+		if from.conn == nil {
+			return
+		}
 	}
-	go s.read(conn, lost)
-	then()
+}
+
+// dismiss ends the follower, if there is one; mu is held.
+func (s *Session) dismiss() {
+	if s.following {
+		s.following = false
+		s.turn <- carried{}
+	}
 }
 
 // readOn reads until there is something to run or the connection has ended.
-func (s *Session) readOn(conn Conn, lost chan<- error) (then func()) {
-	var claim stream.Claim
+func (s *Session) readOn(from carried) (then func()) {
 	for {
-		f, err := conn.Recv()
+		f, err := from.conn.Recv()
 		if err != nil {
 			var bad *frame.Error
 			switch {
@@ -333,12 +379,12 @@ func (s *Session) readOn(conn Conn, lost chan<- error) (then func()) {
 					<-s.sending
 				default: // whoever sends learns it
 				}
-				lose(lost, err)
+				lose(from.lost, err)
 			}
 			return nil
 		}
-		then, err = s.receive(f, &claim)
-		conn.Free()
+		then, err = s.receive(f)
+		from.conn.Free()
 		if err != nil {
 			if s.Stop(err); then != nil {
 				go then()
@@ -391,7 +437,7 @@ func (s *Session) endOfInput() {
 	s.nudge()
 }
 
-func (s *Session) receive(f *frame.Frame, claim *stream.Claim) (then func(), err error) {
+func (s *Session) receive(f *frame.Frame) (then func(), err error) {
 	s.mu.Lock()
 	now := s.now()
 	s.heard, s.reading = true, true
@@ -399,15 +445,15 @@ func (s *Session) receive(f *frame.Frame, claim *stream.Claim) (then func(), err
 	s.dispatch(now)
 	place := false
 	if err == nil && f.HasChunk() {
-		place, err = s.m.Claim(now, &f.Chunk, claim)
+		place, err = s.m.Claim(now, &f.Chunk, &s.claim)
 		s.dispatch(now)
 	}
 	if place {
 		s.mu.Unlock()
-		sum, failed := claim.Copy(f.Chunk.Data)
+		sum, failed := s.claim.Copy(f.Chunk.Data)
 		s.mu.Lock()
 		now = s.now()
-		s.m.Commit(now, claim, sum, failed)
+		s.m.Commit(now, &s.claim, sum, failed)
 		s.dispatch(now)
 	}
 	s.handler.Received(s.m)

@@ -124,6 +124,8 @@ type side struct {
 	hold bool
 	// chunk is the size of a call's chunks.
 	chunk uint32
+	// ready, if set, is told that a call can begin.
+	ready func()
 
 	// Guarded by the session's lock.
 	lent    map[tensor.ID][]byte
@@ -160,6 +162,10 @@ func (s *side) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	switch e.Kind {
 	case stream.EventOpened:
 		s.opened = true
+	case stream.EventReady:
+		if s.ready != nil {
+			s.ready()
+		}
 	case stream.EventTensor:
 		s.lent[e.Tensor] = make([]byte, e.Desc.SizeBytes)
 		if err := m.Lend(now, e.Tensor, s.lent[e.Tensor], nil); err != nil {
