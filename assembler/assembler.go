@@ -73,6 +73,12 @@ type Assembler struct {
 	sums  []uint32 // checksum per chunk held or claimed, to tell a duplicate
 	below uint32   // every chunk with a smaller index is held
 	count uint32   // chunks held
+
+	first struct { // what a tensor of one chunk needs; nothing else is allocated for it
+		region [1]region
+		state  [1]uint8
+		sum    [1]uint32
+	}
 }
 
 type region struct {
@@ -86,7 +92,9 @@ type region struct {
 // New returns an assembler for a tensor. Nothing can arrive before Lend. The
 // assembler passes each done of Lend to free, which runs it, at once or later.
 func New(id tensor.ID, geo tensor.Geometry, kind codec.Checksum, free func(done func(filled bool), filled bool)) *Assembler {
-	return &Assembler{id: id, geo: geo, kind: kind, free: free}
+	a := &Assembler{id: id, geo: geo, kind: kind, free: free}
+	a.regions, a.state, a.sums = a.first.region[:0], a.first.state[:0], a.first.sum[:0]
+	return a
 }
 
 // Place has the bytes of a tensor go to p: every chunk has its place from then on, and
@@ -165,6 +173,7 @@ func (a *Assembler) Drop() {
 			a.free(r.done, false)
 		}
 	}
+	clear(a.regions) // they may be the assembler's own
 	a.regions = nil
 }
 

@@ -41,7 +41,9 @@ type Chunker struct {
 	skipped spans // never sent and not acknowledged
 	closed  bool
 
-	first [4]span // of those that nearly every tensor has; none is allocated by itself
+	// What nearly every tensor has; none is allocated by itself.
+	first       [4]span
+	firstRegion [1]*region
 }
 
 // region is offered memory, shared by the chunker until acknowledged and by
@@ -123,6 +125,7 @@ func (s spans) prefix() int64 {
 func New(geo tensor.Geometry) *Chunker {
 	c := &Chunker{geo: geo}
 	c.offered, c.ready, c.acked, c.sent = c.first[0:0:1], c.first[1:1:2], c.first[2:2:3], c.first[3:3:4]
+	c.regions = c.firstRegion[:0]
 	return c
 }
 

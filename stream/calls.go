@@ -41,6 +41,11 @@ type call struct {
 	outs     []*out
 	began    Instant
 	storing
+
+	first struct { // of a small call; none is allocated by itself
+		in  [1]*in
+		out [1]*out
+	}
 }
 
 // timeout returns the time limit of the call; 0 means none. The engine's side enforces it,
@@ -70,6 +75,7 @@ func (c *calls) add(k *call, now Instant) {
 	c.lastUse = now
 	c.number++
 	k.number, k.began, k.last = c.number, now, now
+	k.ins, k.outs = k.first.in[:0], k.first.out[:0]
 	c.open[k.part.ID] = k
 	c.most = max(c.most, len(c.open))
 	c.undecided++
@@ -134,8 +140,8 @@ func (c *calls) move(k *call, on lifecycle.Cause) {
 // the call was given up.
 func (c *calls) letGo(k *call, from lifecycle.State, on lifecycle.Cause) {
 	weight := k.weight()
-	for _, t := range slices.Clone(k.outs) {
-		c.out.drop(t)
+	for len(k.outs) > 0 {
+		c.out.drop(k.outs[0])
 	}
 	c.in.dropAll(k)
 	// On a server nobody works for a call before it runs; on a client a done is enough.

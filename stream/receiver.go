@@ -99,10 +99,11 @@ func (r *receiver) drop(t *in) {
 
 // dropAll drops the tensors of a call.
 func (r *receiver) dropAll(k *call) {
-	for _, t := range slices.Clone(k.ins) {
+	ins := k.ins
+	k.ins = nil
+	for _, t := range ins {
 		r.drop(t)
 	}
-	k.ins = nil
 }
 
 // Claim is a chunk that is being copied to its place. It is reused for further chunks. What
