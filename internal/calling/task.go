@@ -68,7 +68,10 @@ func (t *task) open(ctx context.Context, s *Session, part frame.Call, h handler,
 	case err != nil:
 		return fmt.Errorf("%w: %w", Causes.Input, err)
 	}
-	t.unhook = context.AfterFunc(ctx, func() { t.Stop(context.Cause(ctx)) })
+	t.unhook = func() bool { return false }
+	if ctx.Done() != nil {
+		t.unhook = context.AfterFunc(ctx, func() { t.Stop(context.Cause(ctx)) })
+	}
 	return nil
 }
 

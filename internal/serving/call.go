@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"math"
+	"sync"
 	"time"
 
 	"github.com/tensorferry/tensorferry/assembler"
@@ -34,6 +35,7 @@ type call struct {
 	id      tensor.ID
 	cancel  context.CancelCauseFunc
 	closed  chan struct{} // closed by the session's last event of the call
+	feeding sync.WaitGroup
 
 	// Guarded by the session's lock.
 	inputs   []*input
@@ -168,15 +170,8 @@ func (c *Core) TakeTable(of *slab.Account, bytes int64) error {
 
 // compute moves blocks in and results out until the end of the call is decided.
 func (c *call) compute(ctx context.Context, run *opened) {
-	fed := make(chan struct{})
-	if seq := 0; c.feed(ctx, run, &seq, 1) {
-		// There was only one block: a small call needs no other goroutine.
-		close(fed)
-	} else {
-		go func() { // ends with the last block, or with ctx
-			defer close(fed)
-			c.feed(ctx, run, &seq, math.MaxInt)
-		}()
+	if !c.feed(ctx, run, 1) { // else there was only one block: a small call needs no other goroutine
+		c.feeding.Go(func() { c.feed(ctx, run, math.MaxInt) }) // ends with the last block, or with ctx
 	}
 	err := c.take(ctx, run)
 	if err != nil {
@@ -184,14 +179,14 @@ func (c *call) compute(ctx context.Context, run *opened) {
 		c.finish(frame.Done{Timings: timings(run.Stats())}, err)
 	}
 	c.cancel(errFinished)
-	<-fed
+	c.feeding.Wait()
 }
 
-// feed lends up to most of the run's blocks to the session, and copies staged inputs into
+// feed lends up to most of the run's next blocks to the session, and copies staged inputs into
 // them. It reports whether there are no more blocks to lend.
-func (c *call) feed(ctx context.Context, run *opened, seq *int, most int) (last bool) {
+func (c *call) feed(ctx context.Context, run *opened, most int) (last bool) {
 	var widened int64
-	for ; *seq < most; *seq++ {
+	for range most {
 		b, err := run.Borrow(ctx)
 		if err != nil {
 			return true // io.EOF, or an error that Next returns, too

@@ -333,7 +333,7 @@ func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model s
 	if bytes <= min(frame.AllowanceCeiling, c.Budget.Limit()/smallShare/smallCalls) { // it need not wait behind large ones
 		call.Principal = call.Principal.In(c.Smalls)
 	}
-	defer c.Patience(cancel, fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait)).Stop()
+	defer c.Patience(cancel, c.waited).Stop()
 	defer engine.Recovered(o.info.Name, &err)
 	o.Run, err = m.Open(ctx, call)
 	return o, err

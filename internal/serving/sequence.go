@@ -83,7 +83,7 @@ func (q *sequence) open(ctx context.Context, cancel context.CancelCauseFunc) (er
 		return err
 	}
 	if m, ok := engine.As[engine.Sequencer](q.model); ok {
-		defer core.Patience(cancel, fmt.Errorf("%w: waited %v; try again later", errMemory, core.MemoryWait)).Stop()
+		defer core.Patience(cancel, core.waited).Stop()
 		defer engine.Recovered(info.Name, &err)
 		if q.state, err = m.Begin(ctx, engine.Sequence{ID: q.id, Principal: q.session.Holder, Params: q.params, MaxRows: q.most}); err != nil {
 			return err

@@ -11,6 +11,7 @@ package serving
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
@@ -73,6 +74,7 @@ type Core struct {
 	unanswered sync.WaitGroup // requests between Begin and End; after draining is set, none is added
 	allowances *slab.Kept     // for tensors on allowance
 	Smalls     *slab.Kept     // for small calls: their runs and messages
+	waited     error          // why a call ends that has waited for memory
 	unwatch    func()         // stops watching the registry
 	forget     sync.Once
 	number     atomic.Int64 // of the last session
@@ -103,6 +105,7 @@ func New(cfg Config) *Core {
 		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
+	c.waited = fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait)
 	c.Limits = cfg.Open
 	c.unwatch = cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
