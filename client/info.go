@@ -45,10 +45,10 @@ type Model struct {
 // Port is an input or an output of a model. In Shape, -1 is any size, and -2 any number of
 // leading axes.
 type Port struct {
-	Name   string
-	DTypes []tensor.DataType // none means any
-	Shape  []int64
-	Whole  bool // needed whole, before the first row
+	Name            string
+	DTypes          []tensor.DataType // none means any
+	Shape           []int64
+	Whole, Optional bool // needed whole, before the first row; a call may leave it out
 }
 
 // Param is a parameter of a model's calls.
@@ -75,7 +75,7 @@ func (c *Client) Models(ctx context.Context) ([]Model, error) {
 }
 
 func port(p *pb.Port) Port {
-	return Port{Name: p.GetName(), Shape: p.GetShape(), Whole: p.GetWhole(), DTypes: each(p.GetDtypes(), func(d pb.DataType) tensor.DataType {
+	return Port{Name: p.GetName(), Shape: p.GetShape(), Whole: p.GetWhole(), Optional: p.GetOptional(), DTypes: each(p.GetDtypes(), func(d pb.DataType) tensor.DataType {
 		return tensor.DataType(min(max(d, 0), math.MaxUint8))
 	})}
 }

@@ -17,13 +17,13 @@ import (
 // ErrInfo is wrapped when a model's name, ports or rows cannot be served.
 var ErrInfo = errors.New("engine: invalid model")
 
-// Check tests a call against the model's inputs: their number, names and order,
-// data types, shapes, chunk sizes, and that all row-split inputs have equally
+// Check tests a call against the model's inputs: that none is missing but Optional
+// ones, their names and order, data types, shapes, chunk sizes, and that all row-split inputs have equally
 // many rows, which it returns: without inputs none, the outputs tell. It tests
 // the params, too. Errors are *InputError or wrap ErrParam. Every engine's Open
 // begins with it.
 func (i Info) Check(c Call) (rows int64, err error) {
-	if len(c.Inputs) != len(i.Inputs) {
+	if i = i.Of(c.Inputs); len(c.Inputs) != len(i.Inputs) {
 		port := "*"
 		if n := len(c.Inputs); n < len(i.Inputs) {
 			port = i.Inputs[n].Name
@@ -150,9 +150,9 @@ func (i Info) Validate() error {
 	if i.BlockRows < 0 {
 		return bad("%d rows per block; wanted 0 or more", i.BlockRows)
 	}
-	split := slices.ContainsFunc(i.Inputs, func(p Port) bool { return !p.Whole })
+	split := slices.ContainsFunc(i.Inputs, func(p Port) bool { return !p.Whole && !p.Optional })
 	if len(i.Inputs) > 0 && !split || len(i.Outputs) == 0 {
-		return bad("needs an input that is not Whole, or none at all, and an output")
+		return bad("needs an input that is neither Whole nor Optional, or none at all, and an output")
 	}
 	for n, p := range i.Params {
 		if !validName(p.Name) {

@@ -5,7 +5,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
+
+	"github.com/stretchr/testify/require"
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
@@ -185,4 +188,32 @@ func TestAStepIsACallWithAState(t *testing.T) {
 			t.Errorf("got %v, %v, with the state %v", out, err, m.state)
 		}
 	}
+}
+
+func TestACallMayLeaveOutWhatIsOptional(t *testing.T) {
+	shape := []int64{engine.AnyAxes}
+	info := engine.Info{
+		Name: "m", Rows: 1, Outputs: []engine.Port{{Name: "y", Shape: shape}},
+		Inputs: []engine.Port{{Name: "table", Shape: shape, Whole: true, Optional: true}, {Name: "x", Shape: shape}, {Name: "bias", Shape: shape, Optional: true}},
+	}
+	require.NoError(t, info.Validate())
+	for call, wrong := range map[string]string{
+		"x": "", "table x": "", "x bias": "", "table x bias": "",
+		"": `input "x"`, "table": `input "x"`, "table bias": `input "bias"`, "bias x": `input "x"`, "x other": `input "*"`, "x x": `input "*"`,
+	} {
+		var c engine.Call
+		for _, port := range strings.Fields(call) {
+			c.Inputs = append(c.Inputs, engine.Input{Port: port, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 2}}, ChunkBytes: 1})
+		}
+		rows, err := info.Check(c)
+		if wrong != "" {
+			require.ErrorContains(t, err, wrong, call)
+			continue
+		}
+		require.NoError(t, err, call)
+		require.EqualValues(t, 3, rows)
+		require.Len(t, info.Of(c.Inputs).Inputs, len(c.Inputs))
+	}
+	info.Inputs = info.Inputs[2:]
+	require.ErrorIs(t, info.Validate(), engine.ErrInfo) // a call without inputs would have no rows
 }

@@ -10,6 +10,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/tensorferry/tensorferry/slab"
@@ -72,10 +73,11 @@ const (
 
 // Port is one named input or output of a model.
 type Port struct {
-	Name   string
-	DTypes []tensor.DataType // accepted (input) or possible (output); empty: any
-	Shape  []int64           // dimensions, Free, AnyAxes; nil: a scalar, {AnyAxes}: any shape
-	Whole  bool              // input only: needed whole, before the first row
+	Name     string
+	DTypes   []tensor.DataType // accepted (input) or possible (output); empty: any
+	Shape    []int64           // dimensions, Free, AnyAxes; nil: a scalar, {AnyAxes}: any shape
+	Whole    bool              // input only: needed whole, before the first row
+	Optional bool              // input only: a call may leave it out
 }
 
 // Info tells what a model is. It is constant for the model's life.
@@ -114,6 +116,17 @@ func (i Info) Axes(rank int) int {
 	return min(i.Rows, rank)
 }
 
+// Of returns what the model is to a call with these inputs: it has no Optional port that they
+// leave out. A run and its blocks know no other.
+func (i Info) Of(in []Input) Info {
+	if len(in) != len(i.Inputs) {
+		i.Inputs = slices.DeleteFunc(slices.Clone(i.Inputs), func(p Port) bool {
+			return p.Optional && !slices.ContainsFunc(in, func(in Input) bool { return in.Port == p.Name })
+		})
+	}
+	return i
+}
+
 // Input is what a call offers at one port.
 type Input struct {
 	Port       string
@@ -127,7 +140,7 @@ type Input struct {
 type Call struct {
 	ID        tensor.ID
 	Principal *slab.Principal   // holds the memory that it takes, for fair budgets
-	Inputs    []Input           // one for each of the model's input ports, in the model's order
+	Inputs    []Input           // one for each input port but Optional ones, in the model's order
 	Params    map[string]string // as the caller sent them; read-only
 	State     State             // of the sequence that the call is a step of; nil: of none, or the model keeps nothing
 	// Lifetime ends with the caller's session, or what stands for one: graphs, caches
@@ -189,7 +202,7 @@ type Widener interface {
 }
 
 // Block is a range of rows of every input that has rows, or all Whole inputs. In is indexed
-// as Info.Inputs is; a port that is not part of this block has a nil entry; each other one is
+// as Call.Inputs is; a port that is not part of this block has a nil entry; each other one is
 // in one piece. The memory is borrowed until Filled or Close.
 type Block struct {
 	Row, Rows int64

@@ -38,7 +38,7 @@ func (s *Server) ListModels(ctx context.Context, _ *pb.ListModelsRequest) (*pb.L
 
 func port(p engine.Port) *pb.Port {
 	return &pb.Port{
-		Name: p.Name, Shape: p.Shape, Whole: p.Whole,
+		Name: p.Name, Shape: p.Shape, Whole: p.Whole, Optional: p.Optional,
 		Dtypes: each(p.DTypes, func(d tensor.DataType) pb.DataType { return pb.DataType(d) }),
 	}
 }

@@ -56,7 +56,7 @@ func New(l net.Listener, model string) server.Service {
 // find returns the ports of a model.
 func (s *service) find(ctx context.Context, name string) (p ports, err error) {
 	info, found := s.models.Info(ctx, name)
-	p.Info = info
+	p.Info = info.Of(nil) // no request has what is optional
 	_, p.trains = s.models.Info(ctx, name+"/train")
 	p.past, p.data = layers(p.Inputs, "past")
 	p.present, p.result = layers(p.Outputs, "present")

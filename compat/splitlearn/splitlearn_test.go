@@ -349,10 +349,17 @@ func TestErrorsHaveCodesThatClientsDoNotRetryInVain(t *testing.T) {
 			return in[:1], nil
 		},
 	})
+	f.add(t, cpu.Func{ // of these no request has the second
+		Info: engine.Info{Name: "one", Inputs: append(anyShape("x"), engine.Port{Name: "w", Optional: true}), Outputs: anyShape("y")},
+		Call: func(_ context.Context, in []tensor.Tensor, _ map[string]string) ([]tensor.Tensor, error) {
+			return nil, engine.Publicf("it is called with %d", len(in))
+		},
+	})
 	for model, want := range map[string]struct {
 		code codes.Code
 		says string
 	}{
+		"one":                     {codes.Internal, "it is called with 1"},
 		"broken":                  {codes.Internal, "the weights are wrong"},
 		"whole":                   {codes.InvalidArgument, "int64"},
 		"two":                     {codes.Unimplemented, "one tensor"},

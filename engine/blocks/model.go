@@ -149,7 +149,7 @@ func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 
 // plan checks a call and lays it out, without taking any memory.
 func (m *model) plan(c engine.Call) (p plan, b Bound, err error) {
-	info := m.Model.Info
+	info := m.Model.Info.Of(c.Inputs)
 	rows, err := info.Check(c)
 	if err != nil {
 		return plan{}, Bound{}, err

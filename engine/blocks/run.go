@@ -91,7 +91,7 @@ type slot struct {
 // start takes the memory of a run, the minimum all or nothing, and lays out its slots.
 func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engine.Run, error) {
 	begin := time.Now()
-	e, info, least := m.engine, m.Model.Info, p.least()
+	e, info, least := m.engine, m.Model.Info.Of(c.Inputs), p.least()
 	if err := e.cfg.Budget.Acquire(ctx, c.Principal, least); err != nil {
 		return nil, fmt.Errorf("engine: model %q: memory for the call: %w", info.Name, err)
 	}

@@ -18,8 +18,9 @@ import (
 // program is the model tied to one call.
 type program struct {
 	run   uint64
-	model int // 0, or the number of a companion
-	info  engine.Info
+	model int             // 0, or the number of a companion
+	info  engine.Info     // of the model to such a call
+	ports []engine.Port   // of the model
 	life  context.Context // of the caller's session, nil without one
 	// session is that; series and turn are its place in an order, if it has one.
 	session *session
@@ -53,6 +54,7 @@ type callJSON struct {
 }
 
 type inputJSON struct {
+	Port     string            `json:"port"`
 	Name     string            `json:"name"`
 	Metadata map[string]string `json:"metadata"`
 	Shape    []int64           `json:"shape"`
@@ -65,14 +67,14 @@ func (h *Host) bound(number int, d described) blocks.Model {
 
 // bind ties a model to a call.
 func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error) {
-	info := d.Info
-	p := &program{model: number, info: info, life: c.Lifetime, session: h.sessionOf(c.Lifetime), call: c.ID.String()}
+	info := d.Info.Of(c.Inputs)
+	p := &program{model: number, info: info, ports: d.Inputs, life: c.Lifetime, session: h.sessionOf(c.Lifetime), call: c.ID.String()}
 	about := callJSON{Call: p.call, Params: c.Params, Inputs: []inputJSON{}}
 	if p.session != nil {
 		about.Session = p.session.number
 	}
 	for i, in := range c.Inputs {
-		about.Inputs = append(about.Inputs, inputJSON{in.Name, in.Metadata, in.Desc.Shape})
+		about.Inputs = append(about.Inputs, inputJSON{in.Port, in.Name, in.Metadata, in.Desc.Shape})
 		if p.lead == nil && !info.Inputs[i].Whole {
 			p.lead = in.Desc.Shape[:info.Axes(len(in.Desc.Shape))].Clone()
 		}
@@ -103,7 +105,8 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
 	p := w.Program.(*program)
 	info := p.info
-	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(p.before + w.Row), Rows: uint64(w.Rows), Model: uint16(p.model)}
+	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(p.before + w.Row), Rows: uint64(w.Rows), Model: uint16(p.model), Inputs: make([]link.Tensor, len(p.ports))}
+	at := 0
 	for i, d := range w.Descs {
 		data, shape := w.In[i], d.Shape
 		switch axes := info.Axes(len(shape)); {
@@ -116,7 +119,10 @@ func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
 		if !ok {
 			return nil, errors.New("an input does not lie in shared memory")
 		}
-		m.Inputs = append(m.Inputs, link.Tensor{DType: uint8(d.DType), Shape: shape, Range: r})
+		for p.ports[at].Name != info.Inputs[i].Name { // it was left out
+			at++
+		}
+		m.Inputs[at] = link.Tensor{DType: uint8(d.DType), Shape: shape, Range: r}
 	}
 	return m, nil
 }

@@ -316,8 +316,8 @@ func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model s
 			over(nil)
 		}
 	}()
-	o = &opened{info: m.Info(), over: over}
-	if o.order, call.Inputs, err = bind(o.info, call.Inputs); err != nil {
+	o = &opened{over: over}
+	if o.info, o.order, call.Inputs, err = bind(m.Info(), call.Inputs); err != nil {
 		return nil, err
 	}
 	if q != nil {
@@ -339,28 +339,30 @@ func (c *Core) open(ctx context.Context, cancel context.CancelCauseFunc, model s
 	return o, err
 }
 
-// bind puts inputs in the order of a model's ports, and returns the index of each among in.
-func bind(info engine.Info, in []engine.Input) (order []int, inputs []engine.Input, err error) {
-	if len(in) != len(info.Inputs) {
-		return nil, nil, unbound(info, in)
+// bind puts inputs in the order of the ports of info, the model to such a call, and returns the index of each among in.
+func bind(model engine.Info, in []engine.Input) (info engine.Info, order []int, inputs []engine.Input, err error) {
+	if info = model.Of(in); len(in) != len(info.Inputs) {
+		return info, nil, nil, unbound(model, in)
 	}
 	order, inputs = make([]int, len(in)), make([]engine.Input, len(in))
 	for p, port := range info.Inputs {
 		i := slices.IndexFunc(in, func(i engine.Input) bool { return i.Port == port.Name || i.Port == "" && len(in) == 1 })
 		if i < 0 {
-			return nil, nil, unbound(info, in)
+			return info, nil, nil, unbound(model, in)
 		}
 		order[p], inputs[p] = i, in[i]
 		inputs[p].Port = port.Name
 	}
-	return order, inputs, nil
+	return info, order, inputs, nil
 }
 
-// unbound says which inputs a model takes and which a call has.
+// unbound says which inputs a model takes, with a question mark those that may be missing, and which a call has.
 func unbound(info engine.Info, in []engine.Input) error {
 	takes, has := make([]string, len(info.Inputs)), make([]string, len(in))
 	for p, port := range info.Inputs {
-		takes[p] = port.Name
+		if takes[p] = port.Name; port.Optional {
+			takes[p] += "?"
+		}
 	}
 	for i := range in {
 		has[i] = in[i].Port

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -97,7 +98,8 @@ func TestTheFirstRuleThatFitsSaysWhatACallerIsTold(t *testing.T) {
 func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
 	ports := func(names ...string) (list []engine.Port) {
 		for _, n := range names {
-			list = append(list, engine.Port{Name: n})
+			name, optional := strings.CutSuffix(n, "?")
+			list = append(list, engine.Port{Name: name, Optional: optional})
 		}
 		return list
 	}
@@ -116,23 +118,36 @@ func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
 		"two without name": {ports("a", "b"), []string{"", ""}, nil},
 		"for none":         {ports(), []string{"a"}, nil},
 		"the same twice":   {ports("a", "b"), []string{"a", "a"}, nil},
+
+		"with what is optional":              {ports("a", "b?"), []string{"b", "a"}, []int{1, 0}},
+		"without":                            {ports("a", "b?", "c"), []string{"c", "a"}, []int{1, 0}},
+		"one without name beside":            {ports("a?", "b"), []string{""}, []int{0}},
+		"only what is optional":              {ports("a", "b?"), []string{"b"}, nil},
+		"none but what is optional":          {ports("a", "b?"), nil, nil},
+		"another's instead of what may miss": {ports("a", "b?", "c?"), []string{"a", "d"}, nil},
+		"the same twice beside":              {ports("a", "b?"), []string{"a", "a"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var in []engine.Input
 			for _, port := range tc.call {
 				in = append(in, engine.Input{Port: port})
 			}
-			got, inputs, err := bind(engine.Info{Name: "m", Inputs: tc.model}, in)
+			info, got, inputs, err := bind(engine.Info{Name: "m", Inputs: tc.model}, in)
 			if tc.want == nil {
 				require.ErrorIs(t, err, errBinding)
 				for _, port := range tc.model {
-					require.ErrorContains(t, err, strconv.Quote(port.Name))
+					name := port.Name
+					if port.Optional {
+						name += "?"
+					}
+					require.ErrorContains(t, err, strconv.Quote(name))
 				}
 				return
 			}
 			require.NoError(t, err)
 			require.Equal(t, tc.want, got)
-			for i, port := range tc.model {
+			require.Len(t, info.Inputs, len(tc.want))
+			for i, port := range info.Inputs {
 				require.Equal(t, port.Name, inputs[i].Port)
 			}
 		})

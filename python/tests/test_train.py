@@ -54,6 +54,16 @@ if torch is not None:
         def forward(self, x: Any, words: Any) -> Any:
             return x * self.table(words)
 
+    class Masked(nn.Module):
+        """Takes a mask, or none."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(16, 16)
+
+        def forward(self, h: Any, mask: Any = None) -> Any:
+            return self.a(h if mask is None else h * mask)
+
     class Two(nn.Module):
         """Two outputs, and one of integers."""
 
@@ -403,6 +413,22 @@ class Passes(Served):
             torch.testing.assert_close(moved, want[1])
             trunk(x.detach(), words=words).sum().backward()  # the trunk's gradients alone
             self.assertGreater(trunk.grad_norm()[0], 0)
+
+    def test_an_input_that_is_left_out(self) -> None:
+        module = Masked()
+        _client, trunk = self.serve(copy.deepcopy(module))
+        h, mask = torch.randn(4, 16, requires_grad=True), torch.rand(4, 16, requires_grad=True)
+        with trunk.training():
+            for given, named in ((), {}), ((None,), {}), ((), {"mask": None}), ((mask,), {}), ((), {"mask": mask}):
+                said, xs = trunk(h, *given, **named), [h, mask] if mask in (*given, *named.values()) else [h]
+                want = module(h, *given, **named)
+                self.assertTrue(torch.equal(said, want))
+                for a, b in zip(torch.autograd.grad(said.sum(), xs), torch.autograd.grad(want.sum(), xs)):
+                    self.assertTrue(torch.equal(a, b))
+            with self.assertRaisesRegex(TypeError, "has the inputs x, mask; given were mask"):
+                trunk(mask=mask)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(trunk.eval()(h), module(h)))
 
     def test_memory_of_a_kept_input_is_not_used_again(self) -> None:
         module = nn.Linear(16, 16)

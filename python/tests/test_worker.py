@@ -170,9 +170,29 @@ class Says(unittest.TestCase):
 
         p = prepare(f)
         self.assertEqual(
-            (list(p.inputs), list(p.outputs), p.rows, p.wants_call, p.by_name), (["a", "b"], ["y"], 0, True, True)
+            (list(p.inputs), list(p.outputs), p.rows, p.wants_call, p.by_name), (["a", "b"], ["y"], 0, True, {"a", "b"})
         )
         self.assertEqual(list(prepare(lambda **inputs: inputs).inputs), ["x"])
+
+    def test_an_input_with_a_default_is_optional(self) -> None:
+        def said(f: Any, **declared: Any) -> list[str]:
+            p = prepare(f, {"array": "tensor", **declared})
+            return [n + "?" * port.optional + "/" * (n not in p.by_name) for n, port in p.inputs.items()]
+
+        def f(x: Any, mask: Any = None, *, bias: Any = None, scale: float = 1.0, call: Any = None) -> Any:
+            return x
+
+        class Defaults(tf.Model):
+            def compute(self, ids: Any = None, mask: Any = None) -> Any:
+                return ids
+
+        self.assertEqual(said(f), ["x", "mask?", "bias?"])
+        self.assertEqual(said(f, params={"bias": tf.Param()}), ["x", "mask?"])
+        self.assertEqual(said(f, inputs=["x", "scale"]), ["x", "scale?"])
+        self.assertEqual(said(f, inputs={"y": None, "mask": tf.Port(whole=True)}), ["y/", "mask?"])
+        self.assertEqual(said(f, inputs={"mask": tf.Port(whole=True), "x": None}), ["mask?", "x"])
+        self.assertEqual(said(Defaults), ["x/", "mask?"])
+        self.assertEqual(said(Defaults, inputs=["ids", "mask"]), ["ids", "mask?"])
 
     def test_ports_are_said_in_several_ways(self) -> None:
         p = prepare(
@@ -263,6 +283,47 @@ class Computes(unittest.TestCase):
         c = self.served(lambda x: {"a": x, "b": bytes(x), "c": x}, outputs=["a", "b", "c"], array="tensor")
         y = c.call("m", {"x": tf.Tensor(b"some bytes")}).result()
         self.assertEqual({k: bytes(v.data) for k, v in y.items()}, dict.fromkeys("abc", b"some bytes"))
+
+    def test_a_call_leaves_out_what_is_optional(self) -> None:
+        def f(x: Any, mask: Any = None, bias: Any = None, *, call: Any) -> Any:
+            has = [name for name, y in (("mask", mask), ("bias", bias)) if y is not None]
+            return tf.Tensor(f"{bytes(x.data)} {has} {[i['port'] for i in call.inputs]}".encode())
+
+        c = self.served(f, array="tensor")
+        x, y = tf.Tensor(b"x"), tf.Tensor(b"y")
+
+        def of(**inputs: Any) -> str:
+            return bytes(c.call("m", inputs).result()["y"].data).decode()
+
+        self.assertEqual(bytes(c.compute("m", x)).decode(), "b'x' [] ['x']")
+        self.assertEqual(of(x=x), "b'x' [] ['x']")
+        self.assertEqual(of(bias=y, x=x), "b'x' ['bias'] ['x', 'bias']")
+        self.assertEqual(of(bias=y, x=x, mask=y), "b'x' ['mask', 'bias'] ['x', 'mask', 'bias']")
+        for inputs in ({"mask": x}, {"mask": x, "bias": x}, {"x": x, "max": x}, {}):
+            with self.assertRaisesRegex(
+                tf.InvalidArgument, r'takes inputs \["x" "mask\?" "bias\?"\], the call has \['
+            ):
+                of(**inputs)
+        (m,) = (m for m in c.models() if m.name == "m")
+        self.assertEqual([n for n, p in m.inputs.items() if p.optional], ["mask", "bias"])
+
+    @needs_numpy
+    def test_rows_and_whole_inputs_are_left_out(self) -> None:
+        import numpy as np
+
+        def f(x: Any, table: Any = None, bias: Any = None) -> Any:
+            return x + (0 if table is None else table.sum()) + (0 if bias is None else bias)
+
+        c = self.served(f, inputs={"table": tf.Port(whole=True), "x": None, "bias": None}, rows=1, block_rows=3)
+        x, table = np.arange(20.0).reshape(10, 2), np.ones((4, 5))
+        for given in ({}, {"table": table}, {"bias": 2 * x}, {"table": table, "bias": 2 * x}):
+            want = f(x, **given)
+            np.testing.assert_array_equal(c.call("m", {**given, "x": x}).result()["y"], want)
+        with c.sequence("m", max_rows=9) as s:  # each step has those that it has
+            for given in ({}, {"bias": 2 * x[:2]}, {"table": table}, {}):
+                np.testing.assert_array_equal(s.step(x=x[:2], **given), f(x[:2], **given))
+        with self.assertRaisesRegex(tf.FailedPrecondition, '"bias": wanted 10 rows'):
+            c.call("m", {"x": x, "bias": x[1:]}).result()
 
     def test_a_failure_says_its_class_alone_unless_it_is_public(self) -> None:
         def f(x: Any, call: Any) -> Any:

@@ -3149,7 +3149,9 @@ type Port struct {
 	// Dimensions; -1 is any size, -2 (first only) any number of leading axes.
 	Shape []int64 `protobuf:"varint,3,rep,packed,name=shape,proto3" json:"shape,omitempty"`
 	// Needed whole before the first row.
-	Whole         bool `protobuf:"varint,4,opt,name=whole,proto3" json:"whole,omitempty"`
+	Whole bool `protobuf:"varint,4,opt,name=whole,proto3" json:"whole,omitempty"`
+	// A call may leave it out.
+	Optional      bool `protobuf:"varint,5,opt,name=optional,proto3" json:"optional,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3208,6 +3210,13 @@ func (x *Port) GetShape() []int64 {
 func (x *Port) GetWhole() bool {
 	if x != nil {
 		return x.Whole
+	}
+	return false
+}
+
+func (x *Port) GetOptional() bool {
+	if x != nil {
+		return x.Optional
 	}
 	return false
 }
@@ -3846,12 +3855,13 @@ const file_tensorferry_v1_tensorferry_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x12\n" +
 	"\x04kind\x18\x02 \x01(\tR\x04kind\x12\x18\n" +
 	"\adefault\x18\x03 \x01(\tR\adefault\x12\x18\n" +
-	"\ameaning\x18\x04 \x01(\tR\ameaning\"x\n" +
+	"\ameaning\x18\x04 \x01(\tR\ameaning\"\x94\x01\n" +
 	"\x04Port\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x120\n" +
 	"\x06dtypes\x18\x02 \x03(\x0e2\x18.tensorferry.v1.DataTypeR\x06dtypes\x12\x14\n" +
 	"\x05shape\x18\x03 \x03(\x03R\x05shape\x12\x14\n" +
-	"\x05whole\x18\x04 \x01(\bR\x05whole\"\x17\n" +
+	"\x05whole\x18\x04 \x01(\bR\x05whole\x12\x1a\n" +
+	"\boptional\x18\x05 \x01(\bR\boptional\"\x17\n" +
 	"\x15GetServiceInfoRequest\"\xd0\x03\n" +
 	"\x16GetServiceInfoResponse\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\tR\aversion\x12J\n" +

@@ -77,10 +77,11 @@ func paramText(params []client.Param) string {
 }
 
 type portJSON struct {
-	Name   string   `json:"name"`
-	DTypes []string `json:"dtypes,omitempty"` // absent: any
-	Shape  []any    `json:"shape"`            // numbers, null, "..."
-	Whole  bool     `json:"whole,omitempty"`
+	Name     string   `json:"name"`
+	DTypes   []string `json:"dtypes,omitempty"` // absent: any
+	Shape    []any    `json:"shape"`            // numbers, null, "..."
+	Whole    bool     `json:"whole,omitempty"`
+	Optional bool     `json:"optional,omitempty"`
 }
 
 // What models --json prints for the numbers of rows and of a shape that are not counts.
@@ -95,13 +96,16 @@ func portOf(p client.Port) portJSON {
 			return word
 		}
 		return n
-	}), p.Whole}
+	}), p.Whole, p.Optional}
 }
 
 func portText(ports []portJSON) string {
 	return strings.Join(display.Each(ports, func(p portJSON) string {
 		dims := display.Each(p.Shape, func(n any) string { return fmt.Sprint(cmp.Or(n, any("?"))) })
 		types := cmp.Or(strings.Join(p.DTypes, "|"), "any")
+		if p.Optional {
+			p.Name += "?"
+		}
 		return fmt.Sprintf("%s:%s[%s]", display.Plain(p.Name), types, strings.Join(dims, " "))
 	}), ", ")
 }

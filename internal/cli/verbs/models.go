@@ -19,7 +19,8 @@ number of dimensions, which can only come first. If dtypes is absent, the model 
 any data type. Rows says how many leading axes of a tensor are independent of each
 other: a number, "all_but_last" or "all", always a string; "0" means that the model
 needs the whole tensor at once. An input with "whole": true must arrive completely
-before the first row is computed. Params lists what run --param accepts, with
+before the first row is computed; one with "optional": true, in the table NAME?, may
+be left out. Params lists what run --param accepts, with
 defaults. Where "idempotent" is true, run --retry may repeat a call that has begun.
 Where "training" is true, a client trains the model.`,
 		Example: `  tensorferry models

@@ -806,7 +806,9 @@ def _literal(name: str) -> str:
 def _ports(said: Iterable[Mapping[str, Any]]) -> dict[str, Port]:
     dims = {"...": ANY_AXES, None: FREE}
     return {
-        p["name"]: Port(tuple(p.get("dtypes") or ()), tuple(dims.get(n, n) for n in p["shape"]), p.get("whole", False))
+        p["name"]: Port(
+            tuple(p.get("dtypes") or ()), tuple(dims.get(n, n) for n in p["shape"]), "whole" in p, "optional" in p
+        )
         for p in said
     }
 

@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Callable, Optional, Union
 
 from ._tensor import Like, default_like
@@ -50,11 +50,12 @@ class Param:
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """One input or output: its data types (none: any), its shape, and whether it is needed whole."""
+    """One input or output: its data types (none: any), its shape, whether it is needed whole, and whether at all."""
 
     dtypes: tuple[str, ...] = ()
     shape: tuple[int, ...] = (ANY_AXES,)
     whole: bool = False
+    optional: bool = False
 
 
 class ModelError(ValueError):
@@ -74,7 +75,7 @@ class Call:
         self.id = id
         self.session = 0  # whose call it is, where the model trains
         self.params = params
-        self.inputs = inputs  # name, metadata and shape of each whole input
+        self.inputs = inputs  # port, name, metadata and shape of each whole input
         self.state: dict[str, Any] = {}  # lives as long as the sequence, or as the call where the model is stateful
         self.max_rows = 0  # of the sequence; 0 for a call of its own
         self.row = 0  # the first row of the block, in the sequence or the call
@@ -163,7 +164,7 @@ class Prepared:
     version: str
     about: dict[str, str]
     teardown: Callable[[], None]
-    by_name: bool  # inputs are passed by name
+    by_name: set[str]  # inputs that are passed so, the others by position
     wants_call: bool
     module: bool  # of torch
     name: str = ""  # of a companion
@@ -180,13 +181,16 @@ class Prepared:
 
         return torch.no_grad()  # no graph can have what is made in inference mode and kept, such as a mask
 
+    def arguments(self, given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What compute is called with for inputs by port."""
+        named = {n: x for n, x in given.items() if n in self.by_name}
+        return [x for n, x in given.items() if n not in named], named
+
     def ready(self) -> dict[str, Any]:
         """The json of the message ready (docs/link.md)."""
 
         def ports(all: Mapping[str, Port]) -> list[dict[str, Any]]:
-            return [
-                {"name": n, "dtypes": list(p.dtypes), "shape": list(p.shape), "whole": p.whole} for n, p in all.items()
-            ]
+            return [{"name": n, **dataclasses.asdict(p)} for n, p in all.items()]
 
         def text(p: Param) -> str:
             return "" if p.default is None else str(p.default).lower() if p.kind is bool else str(p.default)
@@ -299,17 +303,21 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
     if count:
         about.setdefault("parameters", str(count))
     like = Like("torch", None if device == "cpu" else device) if array == "torch" else default_like(array)
-    names, wants_call, by_name = _signature(
-        made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute
+    params = dict(said.get("params") or {})
+    names, usual, wants_call, known = _signature(
+        made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute, params
     )
-    if (module and len(names) == 1) or not names:
-        names = ["x"]
+    needed = [n for n in names if n not in usual]
+    if "x" not in names and len(needed) <= module:  # the only one that is needed, whatever its name
+        names = ["x", *[n for n in names if n not in (needed or names)[:1]]]
     inputs = _ports(said["inputs"] if "inputs" in said else dict.fromkeys(names))
+    if usual.issuperset(split := [n for n, p in inputs.items() if not p.whole]):
+        usual.difference_update(split[:1])  # there is one that says how many rows a call has
+    inputs = {n: dataclasses.replace(p, optional=p.optional or n in usual) for n, p in inputs.items()}
     outputs = _ports(said.get("outputs", {"y": None}))
     rows = said.get("rows", 0)
     if rows in _ROWS:
         rows = _ROWS[rows]
-    params = dict(said.get("params") or {})
     for name, p in params.items():
         if not isinstance(p, Param):
             raise TypeError(f"tensorferry: param {name} is a {type(p).__name__}, not a tensorferry.Param")
@@ -327,7 +335,7 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
         version=str(said.get("version", "")),
         about=about,
         teardown=teardown,
-        by_name=by_name is None or set(inputs) <= by_name,
+        by_name={n for n, p in inputs.items() if known is None or known.issuperset(inputs) or p.optional},
         wants_call=wants_call,
         module=module,
     )
@@ -424,23 +432,30 @@ def _parameters(made: Any) -> int:
     return sum(p.numel() for m in modules for p in m.parameters())
 
 
-def _signature(f: Any) -> tuple[list[str], bool, Optional[set[str]]]:
-    """The inputs that a function names, whether it wants the call, and what may be passed by name (None: anything)."""
+def _signature(f: Any, params: Container[str]) -> tuple[list[str], set[str], bool, Optional[set[str]]]:
+    """The inputs that a function names, what has a default, whether it wants the call, and what may be passed by name.
+
+    That is None for anything. A default other than None is that of a setting, not of an input.
+    """
     try:
         parameters = inspect.signature(f).parameters
     except (TypeError, ValueError):
-        return [], False, set()
+        return [], set(), False, set()
     names: list[str] = []
+    usual: set[str] = set()
     known: Optional[set[str]] = set()
     for name, p in parameters.items():
         if p.kind is p.VAR_KEYWORD:
             known = None
         elif p.kind is not p.VAR_POSITIONAL and name != "call":
-            if p.default is p.empty:
+            named = p.kind is not p.POSITIONAL_ONLY
+            if p.default is p.empty or (p.default is None and named and name not in params):
                 names.append(name)
-            if p.kind is not p.POSITIONAL_ONLY and known is not None:
+            if p.default is not p.empty and named:
+                usual.add(name)
+            if named and known is not None:
                 known.add(name)
-    return names, "call" in parameters, known
+    return names, usual, "call" in parameters, known
 
 
 def _ports(said: Union[Mapping[str, Any], Sequence[str]]) -> dict[str, Port]:

@@ -390,7 +390,8 @@ class Training:
         try:
             with torch.enable_grad(), self.seeded(seed), hooks:
                 begun = {name: Joint.apply(x) if x.requires_grad else x for name, x in xs.items()}
-                said = self.trainer.forward(**begun) if self.by_name else self.trainer.forward(*begun.values())
+                given, named = self.arguments(begun)
+                said = self.trainer.forward(*given, **named)
                 outputs = dict(named_results(list(self.outputs), said))
         except Exception as err:
             raise told(err) from err
@@ -455,7 +456,8 @@ class Training:
         self.passes += not alone
         if call.cancelled and not alone:
             self.void = "a backward pass was cancelled"
-        said = {name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()}
+        said = {name: torch.empty(0) for name in self.inputs}  # of those that were left out, too
+        said.update({name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()})
         for x in graph.inputs.values():
             x.grad = None
         return said
@@ -665,7 +667,7 @@ class Training:
 
     def companions(self, base: Prepared) -> list[Prepared]:
         """The models beside the module's own."""
-        self.outputs, self.by_name = base.outputs, base.by_name
+        self.inputs, self.outputs, self.arguments = base.inputs, base.outputs, base.arguments
         like = Like("torch", base.like.device)
         lease = {"lease": Param(str, "", "token of who trains")}
         order = {
@@ -678,12 +680,12 @@ class Training:
 
             return dataclasses.replace(
                 base, name=name, compute=compute, inputs=inputs, outputs=outputs, params=params, rows=0, block_rows=0,
-                by_name=True, wants_call=True, module=False, stateful=False, idempotent=False,
+                by_name={*inputs}, wants_call=True, module=False, stateful=False, idempotent=False,
                 keeps=name in ("forward", "train"), ordered="order" in params,
                 like=like, companions=[], about={}, teardown=lambda: None,
             )  # fmt: skip
 
-        whole = {n: Port(p.dtypes, p.shape) for n, p in base.inputs.items()}
+        whole = {n: dataclasses.replace(p, whole=False) for n, p in base.inputs.items()}
         state = {"y": Port(("float64",), (4,))}
         octets = Port(("uint8",), (FREE,))
         passes: dict[str, Param] = {

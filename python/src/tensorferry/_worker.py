@@ -175,6 +175,8 @@ class Worker:
         given: dict[str, Any] = {}
         places: list[tuple[int, wire.Extent]] = []  # of inputs: results may lie there
         for (name, port), placed in zip(model.inputs.items(), message["inputs"]):
+            if not placed["dtype"]:  # it was left out
+                continue
             extent = placed["range"]
             buffer: Any = bytearray()
             if extent.length:
@@ -190,9 +192,11 @@ class Worker:
             if model.like.kind == "numpy" and port.whole and model.rows:
                 x.flags.writeable = False  # other blocks read it
             given[name] = x if self.device is None else self.device.bring(x)
-        more = {"call": call} if model.wants_call else {}
+        args, named = model.arguments(given)
+        if model.wants_call:
+            named["call"] = call
         with model.mode():
-            said = model.compute(**given, **more) if model.by_name else model.compute(*given.values(), **more)
+            said = model.compute(*args, **named)
             if inspect.isawaitable(said):
                 said = self.finish(said)
             # All are looked at before memory is taken.

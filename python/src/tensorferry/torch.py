@@ -111,7 +111,7 @@ class RemoteModule(torch.nn.Module):
         self._on_rewind = on_rewind
         self._lists = name + "/forward" in served  # a server of before has lists in params
         self._warned = -math.inf
-        self._inputs, self._outputs = list(served[name].inputs), list(served[name].outputs)
+        self._inputs, self._outputs = served[name].inputs, list(served[name].outputs)
         self._token = ""
         self._step = 0  # that stands
         self._void = ""  # why the gradients there are not to be used
@@ -153,9 +153,10 @@ class RemoteModule(torch.nn.Module):
         if len(inputs) > len(self._inputs):
             raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; {len(inputs)} were given")
         given = {**dict(zip(self._inputs, inputs)), **named}
-        if set(given) != set(self._inputs) or len(given) != len(inputs) + len(named):
+        missing = {n for n, p in self._inputs.items() if p.optional and given.get(n) is None}
+        if set(given) | missing != set(self._inputs) or len(given) != len(inputs) + len(named):
             raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; given were {', '.join(given)}")
-        return {n: torch.as_tensor(given[n]) for n in self._inputs}
+        return {n: torch.as_tensor(given[n]) for n in self._inputs if n not in missing}
 
     def _sent(self, x: Any) -> Any:
         if x.layout != torch.strided:
