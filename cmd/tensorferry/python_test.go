@@ -153,6 +153,9 @@ func TestAPythonModelThatCannotBeServedSaysWhy(t *testing.T) {
 		"m=served:broken": "RuntimeError: no weights here",
 		"m=nowhere:f":     "No module named 'nowhere'",
 		"echo=served:pid": `a model "echo" already exists`,
+
+		"m=served:pid,blocks=h.4":     "use blocks=FIRST:END",
+		"m=served:pid,blocks=h.4:h.8": "blocks=h.4:h.8 are those of a torch.nn.Module, not of a function",
 	} {
 		t.Run(model, func(t *testing.T) {
 			args := append([]string{"serve", "--child", "--listen", "127.0.0.1:0"}, pythonArgs(t, model)...)

@@ -7,7 +7,8 @@ import unittest
 from typing import Any, Callable
 
 import tensorferry as tf
-from support import needs_torch, program, torch
+from support import Server, needs_torch, program, torch
+from tensorferry._model import prepare
 
 if torch is not None:
     from tensorferry.torch import RemoteModule, RemoteOptimizer, split
@@ -93,6 +94,15 @@ if torch is not None:
 
     def halved(model: Any, *inputs: Any) -> Any:
         return inputs[0] / 2 if inputs[0].sum() > 0 else inputs[0]
+
+    @tf.model(rows=1)
+    def seeded() -> Any:
+        torch.manual_seed(3)
+        return GPT()
+
+    @tf.model(inputs={"x": "float32", "scale": "float32"})
+    def scaled() -> Any:
+        return seeded()
 
 
 @needs_torch
@@ -302,6 +312,34 @@ class Cut(unittest.TestCase):
         with tf.serve(trunk, 0, name="trunk") as server, tf.connect(server.address) as client, torch.no_grad():
             said = client.call("trunk", dict(zip(("x", "scale"), bottom(self.tokens, scale)))).result()
             self.assertTrue(torch.equal(top(said["y"], self.tokens, scale), model(self.tokens, scale)))
+
+    def test_a_server_has_only_the_blocks_that_it_is_told(self) -> None:
+        program()
+        server = Server(
+            "--python", "trunk=test_split:seeded,blocks=h.2:h.4", "--python", "body=test_split:Body,train,blocks=blocks.1:blocks.5",
+            "--python", "scaled=test_split:scaled,blocks=h.2:h.4", "--python-threads", "1",
+        )  # fmt: skip
+        self.addCleanup(server.stop)
+        model, scale = seeded().eval(), torch.rand(2, 5, 8)
+        bottom, _, top = split(model, "h.2", "h.4")
+        with tf.connect(server.address) as client, torch.no_grad():
+            served = {m.name: m for m in client.models()}
+            self.assertEqual(served["trunk"].about["parameters"], str(sum(p.numel() for p in model.h[2:4].parameters())))
+            self.assertEqual((list(served["trunk"].inputs), served["trunk"].rows), (["x"], 1))
+            self.assertTrue(torch.equal(top(client.compute("trunk", bottom(self.tokens))), model(self.tokens)))
+            self.assertEqual([p.remote_name for p in RemoteModule(client, "body").parameters()][0], "blocks.1.weight")
+            bottom, _, top = split(model, "h.2", "h.4", also=["scale"])
+            said = client.call("scaled", dict(zip(("x", "scale"), bottom(self.tokens, scale)))).result()
+            self.assertTrue(torch.equal(top(said["y"], self.tokens, scale), model(self.tokens, scale)))
+
+    def test_blocks_that_cannot_be_served(self) -> None:
+        for made, blocks, why in (
+            (GPT(), "h.2:h.9", "no block 'h.9'; it has h.0 to h.5"),
+            (GPT(), "h.4:h.2", "'h.2' does not come after 'h.4'"),
+            (lambda x: x, "h.2:h.4", "blocks=h.2:h.4 are those of a torch.nn.Module, not of a function"),
+        ):
+            with self.assertRaisesRegex((TypeError, ValueError), why):
+                prepare(made, None, {"blocks": blocks})
 
 
 if __name__ == "__main__":

@@ -1208,7 +1208,7 @@ class Faults(Torch):
             (["--python", "trunk=test_train:linear,train", "--python-processes", "2"], "has one process"),
             (
                 ["--python", "trunk=test_train:linear,trains"],
-                "trains. is not one of checkpoint, checkpoint-every, lease, train",
+                "trains. is not one of blocks, checkpoint, checkpoint-every, lease, train",
             ),
             (["--python", "trunk=test_train:linear,checkpoint"], "checkpoint has no value"),
             (["--python", "trunk=test_train:linear,lease=long"], "lease=.*not a duration"),

@@ -95,7 +95,7 @@ func (c *Config) Flags(f *pflag.FlagSet) {
 	settings.Size(f, &c.Engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")
 	f.StringVar(&c.Engines.driver, "cuda-driver", "", "NVIDIA driver library `file`\n(default the system's libcuda.so.1)")
 	f.BoolVar(&c.Engines.exitOnLoss, "exit-on-device-loss", false, "when a device fails for good, stop as if interrupted and\nexit with 8, so that a supervisor starts a new process;\nmodels elsewhere stop too")
-	f.StringArrayVar(&c.Engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable. Append ,train to let clients\ntrain it, ,checkpoint=FOLDER to keep its steps,\n,checkpoint-every=STEPS (default 100),\n,lease=DURATION (default 30s)")
+	f.StringArrayVar(&c.Engines.python, "python", []string{}, "serve `name=module:function`, a Python function, class\nor torch module; repeatable. Append ,blocks=FIRST:END to\nserve only these blocks of a module, ,train to let clients\ntrain it, ,checkpoint=FOLDER to keep its steps,\n,checkpoint-every=STEPS (default 100),\n,lease=DURATION (default 30s)")
 	settings.Commas(f, "python")
 	settings.Count(f, &c.Engines.pythonProcesses, "python-processes", 1, "processes per Python model")
 	settings.Count(f, &c.Engines.pythonThreads, "python-threads", 0, "threads per Python process\n(default the number of CPUs divided by --python-processes)")

@@ -164,7 +164,8 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	return e, err
 }
 
-// startPython starts the workers of --python: name=module:function, and how clients train it.
+// startPython starts the workers of --python: name=module:function, which blocks of it, and how clients
+// train it.
 func (e *engines) startPython(text string) error {
 	name, _, _ := strings.Cut(text, "=")
 	t := e.cfg.training
@@ -174,6 +175,7 @@ func (e *engines) startPython(text string) error {
 	f.StringVar(&t.checkpoints, "checkpoint", t.checkpoints, "")
 	settings.Count(f, &t.every, "checkpoint-every", t.every, "")
 	settings.Duration(f, &t.lease, "lease", t.lease, 0, "")
+	blocks := f.String("blocks", "", "")
 	named, err := settings.Parts(text, f)
 	if err != nil {
 		return fail.Usage("--python %s: %w", text, err)
@@ -181,6 +183,9 @@ func (e *engines) startPython(text string) error {
 	_, target, ok := strings.Cut(named, "=")
 	if module, f, colon := strings.Cut(target, ":"); !ok || name == "" || !colon || module == "" || f == "" {
 		return fail.Usage("--python %q: use name=module:function", text)
+	}
+	if first, end, _ := strings.Cut(*blocks, ":"); *blocks != "" && (first == "" || end == "") {
+		return fail.Usage("--python %s: use blocks=FIRST:END, such as blocks=h.4:h.8 for h.4 to h.7", text)
 	}
 	for _, v := range e.cfg.pythonEnv {
 		if i := strings.Index(v, "="); i < 1 {
@@ -192,8 +197,8 @@ func (e *engines) startPython(text string) error {
 		return fail.Hinted(fmt.Errorf("--python %s: %w", text, err), "install python3, or set "+settings.PythonEnv+" to an interpreter that has the tensorferry package")
 	}
 	command := []string{exe, "-m", "tensorferry.worker", "--fd", strconv.Itoa(worker.Descriptor)}
-	// What is for models that train, each gets: it may declare that it does.
-	command = append(command, "--lease", strconv.FormatFloat(t.lease.Seconds(), 'f', -1, 64), "--checkpoint-every", strconv.Itoa(t.every))
+	// What is for models that train, each gets: it may declare that it does. No blocks are all of them.
+	command = append(command, "--lease", strconv.FormatFloat(t.lease.Seconds(), 'f', -1, 64), "--checkpoint-every", strconv.Itoa(t.every), "--blocks", *blocks)
 	if t.checkpoints != "" {
 		command = append(command, "--checkpoint", filepath.Join(t.checkpoints, name))
 	}

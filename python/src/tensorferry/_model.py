@@ -229,13 +229,13 @@ def find(target: str) -> Any:
 
 
 def prepare(
-    target: Any, declarations: Optional[Mapping[str, Any]] = None, training: Optional[Mapping[str, Any]] = None
+    target: Any, declarations: Optional[Mapping[str, Any]] = None, options: Optional[Mapping[str, Any]] = None
 ) -> Prepared:
     """Makes a model of a function, a Model, a torch module, a class of these, or a factory of one.
 
     A class, or a function that can be called without arguments, is a factory: it is called once. Of several
     declarations of one thing the first counts: those given here, those of what the factory returned, those of the
-    factory. training has the options of one that trains.
+    factory. options are those of one that trains, and blocks, of a module that is served in part.
     """
     layers: list[Mapping[str, Any]] = [dict(declarations or {})]
     check(layers[0])
@@ -243,13 +243,15 @@ def prepare(
     while inspect.isclass(made) or _factory(made):
         layers.insert(1, getattr(made, "__tensorferry__", {}))
         made = made()
+    if options and options.get("blocks"):
+        made = _middle(made, options["blocks"], layers)
     layers.insert(1, _said(made))
     said: dict[str, Any] = {}
     for layer in reversed(layers):
         said.update({k: v for k, v in layer.items() if v is not None})
     if not callable(made):
         raise TypeError(f"tensorferry: {made!r} is no model; it cannot be called")
-    return _prepared(made, said, training or {})
+    return _prepared(made, said, options or {})
 
 
 def _said(made: Any) -> Mapping[str, Any]:
@@ -268,6 +270,20 @@ def _factory(f: Any) -> bool:
     except (TypeError, ValueError):  # of a function in C nobody knows
         return False
     return all(p.default is not p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _middle(made: Any, blocks: str, layers: Sequence[Mapping[str, Any]]) -> Any:
+    """Some blocks of a module, which take what declared inputs name beside the first."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(made, torch.nn.Module):
+        raise TypeError(f"blocks={blocks} are those of a torch.nn.Module, not of a {type(made).__name__}")
+    from ._split import split
+
+    first, _, end = blocks.partition(":")
+    inputs: list[str] = next((list(layer["inputs"]) for layer in layers if layer.get("inputs")), [])
+    trunk = split(made, first, end, also=inputs[1:])[1]
+    del trunk.__tensorferry__  # the declarations say more
+    return trunk
 
 
 def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> Prepared:

@@ -360,11 +360,11 @@ def load(
     worker: Worker,
     target: Any,
     declarations: Optional[dict[str, Any]] = None,
-    training: Optional[dict[str, Any]] = None,
+    options: Optional[dict[str, Any]] = None,
 ) -> Prepared:
     """Makes the model ready. Where that fails, the server is told, and the exception goes on."""
     try:
-        model = prepare(find(target) if isinstance(target, str) else target, declarations, training)
+        model = prepare(find(target) if isinstance(target, str) else target, declarations, options)
         device = model.like.device
         if device is not None and str(device).startswith("cuda") and model.training is None:
             worker.device = Device(sys.modules["torch"], device, worker.answer)

@@ -18,6 +18,7 @@ def main() -> int:
         prog="python -m tensorferry.worker", description="Computes one model for a tensorferry server, which starts it."
     )
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the link")
+    parser.add_argument("--blocks", help="FIRST:END, the blocks of a module to compute alone")
     parser.add_argument("--train", action="store_true", help="let clients train it")
     parser.add_argument("--lease", type=float, help="seconds for which a trainer that is cut off keeps others out")
     parser.add_argument("--checkpoint", help="folder for checkpoints")
