@@ -550,6 +550,19 @@ class Regions(support.Served):
         for size in (1, 3, 1000, 64 << 10, MIB - 1, MIB, MIB + 8, 3 * MIB):
             echo(size)
 
+    @support.needs_numpy
+    def test_rows_that_are_made_take_no_more_memory_than_all_of_them(self):
+        import numpy as np
+
+        x = np.arange(512 * 768, dtype="float32").reshape(512, 768)
+        step = [1, 1, 200, 7, 300, 3]  # strided ones are copied as one, and may be cut
+        ends = np.cumsum(step)
+        for rows in (x, np.asfortranarray(x)):
+            items = (rows[e - n : e] for n, e in zip(step, ends))
+            call = self.client.call("echo", {"x": tf.Stream(items, x.shape, "float32")})
+            self.assertLessEqual(sum(r.length for feed in call._run.feeds for r in feed._spare), 2 * MIB)
+            np.testing.assert_array_equal(call.result()["y"], x)
+
     def test_items_that_wait_for_their_own_result_are_told_so(self):
         def items():
             yield b"1"

@@ -30,6 +30,7 @@ from ._tensor import NAMES, Like, Source
 # Called with a port or name, the bytes that have moved, and all of them.
 Progress = Callable[[str, int, int], None]
 _DEADLINE_EXCEEDED = 4  # one of gRPC's codes
+_SMALL_BYTES = 64 << 10  # a smaller range saves nothing
 _numbers = itertools.count()  # of temporary files
 # A folder does not let a file of it be replaced: it may not be changed, or has the file mounted into it.
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY, errno.EXDEV)
@@ -389,10 +390,13 @@ class Feed:
         # quicker than one. A block without an address is copied as one, though: it may
         # begin just below a MiB and have as much.
         self._room = 2 * _wire.PIECE_BYTES
-        if self._gradual:
-            self._room = min(self._room, max(source.nbytes for _, _, source in sources) or 1)
         in_memory = all(s.address or s.nbytes <= _wire.PIECE_BYTES for _, _, s in sources)
         self._piece = self._room if in_memory and not self._by_hand else _wire.PIECE_BYTES
+        if self._gradual:  # all ranges together hold the input once, and each a row, as far as they may
+            source = sources[0][2]
+            parts = min((*source.shape, 1)[0] or 1, _wire.PIECES_AT_A_TIME)
+            part = max(-(-source.nbytes // parts), _SMALL_BYTES)
+            self._room = self._piece = min(self._piece, part, source.nbytes or 1)
         self._index = -1
         self._source: Optional[Source] = None
 
@@ -501,6 +505,10 @@ class Feed:
                 if block is None:
                     return False
                 self._block, self._offset, self._looks = block, 0, False
+                if self._gradual and block.nbytes and not block.address:  # it may be cut
+                    held = (ctypes.c_ubyte * block.nbytes)()
+                    block.write(ctypes.addressof(held))
+                    block.address, block.keep = ctypes.addressof(held), held
                 if self._gradual and not self._filled and block.nbytes > self._piece:
                     # A large item goes in equal pieces of whole elements, unless only small ones would do.
                     least, width = -(-block.nbytes // self._piece), _tensor.WIDTHS[source.dtype]
