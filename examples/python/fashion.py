@@ -27,16 +27,16 @@ def predictions():
     return torch.from_numpy(np.load(FOLDER / "data/predictions.npy"))
 
 
-def weights(part):
-    """Return the weight and the bias of a part: bottom, trunk or top."""
-    raw = (FOLDER / "models" / part / "weights.safetensors").read_bytes()
+def weights(part, folder=FOLDER):
+    """Return the tensors of a part: bottom, trunk or top."""
+    raw = (folder / "models" / part / "weights.safetensors").read_bytes()
     (n,) = struct.unpack_from("<Q", raw)
-    header = json.loads(raw[8 : 8 + n])
     state = {}
-    for name in ("weight", "bias"):
-        begin, end = header[name]["data_offsets"]
+    for name, said in json.loads(raw[8 : 8 + n]).items():
+        begin, end = said["data_offsets"]
+        dtype = {"F16": torch.float16, "F32": torch.float32}[said["dtype"]]
         data = bytearray(raw[8 + n + begin : 8 + n + end])
-        state[name] = torch.frombuffer(data, dtype=torch.float32).reshape(header[name]["shape"])
+        state[name] = torch.frombuffer(data, dtype=dtype).reshape(said["shape"]).float()
     return state
 
 

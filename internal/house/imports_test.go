@@ -21,6 +21,7 @@ var layers = map[string][]string{
 	"engine/cuda/kernels":  {},
 	"identity":             {"reason"},
 	"examples/fashion":     {},
+	"examples/text":        {},
 	"internal/background":  {},
 	"internal/glob":        {},
 	"internal/fault":       {},

@@ -84,14 +84,20 @@ def train(x, y, seed):
 
 def write_model(folder, name, linear, relu):
     """Writes one linear layer, and perhaps a relu, as a stack model."""
-    folder.mkdir(parents=True, exist_ok=True)
     layers = [{"kind": "linear", "weight": "weight", "bias": "bias"}] + [{"kind": "relu"}] * relu
     model = {"name": name, "version": "1", "layers": layers}
+    write_stack(folder, model, dict(sorted(linear.state_dict().items(), reverse=True)))  # the wide one first
+
+
+def write_stack(folder, model, weights):
+    """Writes the two files of a stack model."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.json").write_text(json.dumps(model, indent=2) + "\n")
     header, data = {}, b""
-    for key, value in sorted(linear.state_dict().items(), reverse=True):  # the wide one first
-        raw = struct.pack(f"<{value.numel()}f", *value.flatten().tolist())
-        header[key] = {"dtype": "F32", "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+    for key, value in weights.items():
+        dtype, code = {torch.float32: ("F32", "f"), torch.float16: ("F16", "e")}[value.dtype]
+        raw = struct.pack(f"<{value.numel()}{code}", *value.flatten().tolist())
+        header[key] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": [len(data), len(data) + len(raw)]}
         data += raw
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
