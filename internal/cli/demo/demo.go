@@ -1,9 +1,10 @@
-// Package demo runs a network that is split between this process and a server, and compares what it
-// predicts with torch.
+// Package demo runs networks that are split between this process and a server, and compares what
+// they write and predict with what they do unsplit, and with torch.
 package demo
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,13 +20,17 @@ import (
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/examples/fashion"
 	"github.com/tensorferry/tensorferry/internal/cli/display"
+	"github.com/tensorferry/tensorferry/internal/cli/files"
 	"github.com/tensorferry/tensorferry/internal/cli/moving"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Trunk is the model that the demo needs of a server.
-const Trunk = "fashion-trunk"
+// The models that the demo needs of a server.
+const (
+	textTrunk  = "text-trunk"
+	imageTrunk = "fashion-trunk"
+)
 
 // Run runs the demo and writes a report to out as it proceeds.
 func Run(ctx context.Context, at moving.Access, args []string, out io.Writer) error {
@@ -48,40 +53,33 @@ func Run(ctx context.Context, at moving.Access, args []string, out io.Writer) er
 		return err
 	}
 	defer cl.Close()
-	trunk, err := moving.FindModel(ctx, cl, Trunk, "start it with tensorferry serve --demo")
-	if err != nil {
-		return err
-	}
-	if trunk.Device != "" {
-		server += ", " + display.Plain(trunk.Device)
+	var device string // of imageTrunk
+	for _, name := range []string{textTrunk, imageTrunk} {
+		m, err := moving.FindModel(ctx, cl, name, "start it with tensorferry serve --demo")
+		if err != nil {
+			return err
+		}
+		device = cmp.Or(m.Device, "cpu")
 	}
 	w := bufio.NewWriter(out) // remembers its first error
-	fmt.Fprintf(w, "Fashion-MNIST, %d images, a network split in three\n", fashion.Count)
-	fmt.Fprintf(w, "  bottom  784 > 128  here\n  trunk   128 > 128  %s\n  top     128 > 10   here\n\n", server)
+	fmt.Fprintf(w, "A network of 4 blocks that has read Sherlock Holmes, split in three\n")
+	fmt.Fprintf(w, "  bottom  block 1         here\n  trunk   blocks 2 and 3  %s\n  top     block 4         here\n\n", server)
+	fmt.Fprintf(w, "%-*s  %s\n", columnWidth, "SPLIT", "NOT SPLIT")
 	_ = w.Flush() // some text before the work; an error comes back from the last one
-	before, err := cl.Info(ctx)
+	report, err := write(ctx, cl, &columns{w: w, live: files.IsTerminal(out)})
 	if err != nil {
 		return err
 	}
+	fmt.Fprintf(w, "\ntext           %s\n", report)
 	classes, took, err := classify(ctx, cl)
 	if err != nil {
 		return err
 	}
-	after, err := cl.Info(ctx)
-	if err != nil {
-		return err
-	}
-	counted := func(name string) int64 { return after.Counters[name] - before.Counters[name] }
-	same := fmt.Sprintf("all %d are identical to torch's", fashion.Count)
 	wrong := differing(classes, fashion.Predictions())
-	if wrong > 0 {
-		same = fmt.Sprintf("%d of %d DIFFER from torch's", wrong, fashion.Count)
-	}
 	_, labels := fashion.Images()
 	right := fashion.Count - differing(classes, labels)
-	fmt.Fprintf(w, "predictions    %s, %.1f %% are right\n", same, 100*float64(right)/fashion.Count)
-	fmt.Fprintf(w, "activations    the server counted %d bytes in and %d out\n", counted("received_bytes_total"), counted("sent_bytes_total"))
-	fmt.Fprintf(w, "time           %.0f ms through all three\n", 1e3*took.Seconds())
+	fmt.Fprintf(w, "images         %d of %d are identical to torch's, %.1f %% are right; %.0f ms, trunk on %s\n",
+		fashion.Count-wrong, fashion.Count, 100*float64(right)/fashion.Count, 1e3*took.Seconds(), display.Plain(device))
 	writeNext(w)
 	if err := w.Flush(); err != nil || wrong == 0 {
 		return err
@@ -109,7 +107,7 @@ func classify(ctx context.Context, cl *client.Client) (classes []byte, took time
 	if err != nil {
 		return nil, 0, err
 	}
-	y, err := cl.Compute(ctx, Trunk, hidden[0])
+	y, err := cl.Compute(ctx, imageTrunk, hidden[0])
 	if err != nil {
 		return nil, 0, err
 	}

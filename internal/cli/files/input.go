@@ -179,7 +179,7 @@ func (i *Opener) Open(ctx context.Context, file string) (*Opened, error) {
 		switch {
 		case stdin == nil:
 			return nil, fail.Usage(StdinTwice)
-		case isTerminal(stdin):
+		case IsTerminal(stdin):
 			fmt.Fprintln(os.Stderr, "reading from the terminal; Ctrl-D ends") // or the command seems to hang
 		}
 	}

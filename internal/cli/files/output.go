@@ -56,7 +56,7 @@ func NewTarget(path string, raw bool, stdout io.Writer) (*Target, error) {
 	t := &Target{Path: path, raw: raw, out: stdout, Real: "-"}
 	switch {
 	case path == "-":
-		if isTerminal(stdout) {
+		if IsTerminal(stdout) {
 			return nil, fail.Usage("stdout is a terminal; name a file with --output or use a pipe")
 		}
 		return t, nil

@@ -41,7 +41,7 @@ type ProgressBars struct {
 // NewProgress returns bars on w, or nil if quiet or without a terminal that moves its cursor.
 // The line of complete tensors stays at the end, unless it is vanishing; see Whole.
 func NewProgress(w io.Writer, quiet, vanishing bool, lanes func() int) *ProgressBars {
-	if quiet || !isTerminal(w) || os.Getenv("TERM") == "dumb" {
+	if quiet || !IsTerminal(w) || os.Getenv("TERM") == "dumb" {
 		return nil
 	}
 	return &ProgressBars{
@@ -50,7 +50,8 @@ func NewProgress(w io.Writer, quiet, vanishing bool, lanes func() int) *Progress
 	}
 }
 
-func isTerminal(rw any) bool {
+// IsTerminal tells whether a reader or writer is a terminal.
+func IsTerminal(rw any) bool {
 	f, ok := rw.(*os.File)
 	return ok && term.IsTerminal(int(f.Fd()))
 }

@@ -89,7 +89,7 @@ func (c *Config) Flags(f *pflag.FlagSet) {
 	f.BoolVar(&c.insecure, "insecure", false, "accept other machines without encryption or authentication")
 	f.StringVar(&c.Engines.engine, "engine", AutoEngine, "`where` models run: cpu, a device such as cuda:0,\nor auto for cuda:0 if it works, else cpu")
 	f.StringArrayVar(&c.Engines.models, "model", nil, "serve the model in [name=]`folder`[@engine]; repeatable")
-	f.BoolVar(&c.Engines.demo, "demo", false, "also serve the model that tensorferry demo --server needs")
+	f.BoolVar(&c.Engines.demo, "demo", false, "also serve the models that tensorferry demo --server needs")
 	f.BoolVar(&c.Engines.slow, "slow", false, "also serve the model slow, which answers after its\nparameter delay, to test timeouts")
 	settings.Size(f, &c.Engines.memory, "memory", 0, leastMemory, 1<<62, "memory limit for tensors in `bytes`, at least 16MiB\n(default a quarter of the process's memory)")
 	settings.Size(f, &c.Engines.pinned, "pinned", 0, leastMemory, 1<<62, "page-locked memory per device in `bytes`, at least 16MiB\n(default a sixteenth of the process's memory, at most 1GiB)")

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -25,6 +26,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/engine/worker"
 	"github.com/tensorferry/tensorferry/examples/fashion"
+	"github.com/tensorferry/tensorferry/examples/text"
 	"github.com/tensorferry/tensorferry/internal/cli/fail"
 	"github.com/tensorferry/tensorferry/internal/cli/files"
 	"github.com/tensorferry/tensorferry/internal/cli/settings"
@@ -143,12 +145,8 @@ func newEngines(cfg engineConfig, log *slog.Logger) (_ *engines, err error) {
 	for _, text := range cfg.models {
 		err = errors.Join(err, e.load(text))
 	}
-	if cfg.demo {
-		m, bad := stack.LoadFS(fashion.ModelFS(), "trunk")
-		if bad == nil {
-			bad = e.addStack("", m, e.cfg.engine)
-		}
-		err = errors.Join(err, bad)
+	if cfg.demo { // the text is a sequence, which devices do not keep
+		err = errors.Join(err, e.embedded(fashion.ModelFS(), e.cfg.engine), e.embedded(text.ModelFS(), CPUEngine))
 	}
 	for _, name := range cfg.train {
 		if !slices.ContainsFunc(cfg.python, func(text string) bool { return strings.HasPrefix(text, name+"=") }) {
@@ -316,6 +314,15 @@ func (e *engines) load(text string) error {
 		return fail.Mistake(files.HintMissing(text, folder, err))
 	}
 	return e.addStack(name, m, where)
+}
+
+// embedded adds the trunk of a network of the demo.
+func (e *engines) embedded(models fs.FS, where string) error {
+	m, err := stack.LoadFS(models, "trunk")
+	if err != nil {
+		return err
+	}
+	return e.addStack("", m, where)
 }
 
 // addStack adds a model to an engine; auto is the CPU if the device does not support the model.
