@@ -14,7 +14,7 @@ import tensorferry as tf
 from support import ROOT, Server, needs_torch, program, torch
 
 # A GPT-2 in the shape that transformers has: wte, wpe, h and ln_f, and blocks that take layer_past and use_cache.
-GPT2 = '''
+GPT2 = """
 import math, torch
 from torch import nn
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 def load():
     torch.manual_seed(4)
     return Model().double().eval()
-'''
+"""
 
 
 @needs_torch

@@ -24,7 +24,9 @@ class Closed:
         Closed.open -= 1
 
 
-@tf.model(array="tensor", rows=1, stateful=True, params={"begin": tf.Param(int, 0, "")}, inputs={"x": ("uint8", (-1, 2))})
+@tf.model(
+    array="tensor", rows=1, stateful=True, params={"begin": tf.Param(int, 0, "")}, inputs={"x": ("uint8", (-1, 2))}
+)
 def sums(x, call):
     """Answer each row with the sum of all so far, modulo 256, and their number; of one that begins with 255, fail."""
     state = call.state
@@ -62,7 +64,10 @@ class Sequences(unittest.TestCase):
         eventually(lambda: self.client.info()["counters"]["sequences"] == 0)
 
     def test_steps_share_a_state_and_sequences_do_not(self) -> None:
-        with self.client.sequence("sums", max_rows=1000) as a, self.client.sequence("sums", 1000, params={"begin": 7}) as b:
+        with (
+            self.client.sequence("sums", max_rows=1000) as a,
+            self.client.sequence("sums", 1000, params={"begin": 7}) as b,
+        ):
             self.assertIsNone(a.timings)
             for i in range(1, 60):
                 self.assertEqual(bytes(a.step(row(2))), bytes([2 * i, i]))

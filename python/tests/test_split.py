@@ -324,10 +324,12 @@ class Cut(unittest.TestCase):
         bottom, _, top = split(model, "h.2", "h.4")
         with tf.connect(server.address) as client, torch.no_grad():
             served = {m.name: m for m in client.models()}
-            self.assertEqual(served["trunk"].about["parameters"], str(sum(p.numel() for p in model.h[2:4].parameters())))
+            self.assertEqual(
+                served["trunk"].about["parameters"], str(sum(p.numel() for p in model.h[2:4].parameters()))
+            )
             self.assertEqual((list(served["trunk"].inputs), served["trunk"].rows), (["x"], 1))
             self.assertTrue(torch.equal(top(client.compute("trunk", bottom(self.tokens))), model(self.tokens)))
-            self.assertEqual([p.remote_name for p in RemoteModule(client, "body").parameters()][0], "blocks.1.weight")
+            self.assertEqual(next(p.remote_name for p in RemoteModule(client, "body").parameters()), "blocks.1.weight")
             bottom, _, top = split(model, "h.2", "h.4", also=["scale"])
             said = client.call("scaled", dict(zip(("x", "scale"), bottom(self.tokens, scale)))).result()
             self.assertTrue(torch.equal(top(said["y"], self.tokens, scale), model(self.tokens, scale)))

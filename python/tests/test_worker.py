@@ -300,9 +300,7 @@ class Computes(unittest.TestCase):
         self.assertEqual(of(bias=y, x=x), "b'x' ['bias'] ['x', 'bias']")
         self.assertEqual(of(bias=y, x=x, mask=y), "b'x' ['mask', 'bias'] ['x', 'mask', 'bias']")
         for inputs in ({"mask": x}, {"mask": x, "bias": x}, {"x": x, "max": x}, {}):
-            with self.assertRaisesRegex(
-                tf.InvalidArgument, r'takes inputs \["x" "mask\?" "bias\?"\], the call has \['
-            ):
+            with self.assertRaisesRegex(tf.InvalidArgument, r'takes inputs \["x" "mask\?" "bias\?"\], the call has \['):
                 of(**inputs)
         (m,) = (m for m in c.models() if m.name == "m")
         self.assertEqual([n for n, p in m.inputs.items() if p.optional], ["mask", "bias"])

@@ -391,12 +391,12 @@ class Client:
         regions: bool = False,
         progress: Optional[Progress] = None,
         idempotent: bool = False,
-        of: Optional[Calls] = None,
+        of: Optional[tuple[Link, int]] = None,
     ) -> Steps[Run]:
         metadata = _metadata(metadata)
         if timeout is not None:
             _seconds(timeout)
-        link = of._link if of else self._known() or (yield from self._ready())
+        link = of[0] if of else self._known() or (yield from self._ready())
         if link._dropped:
             link.collect()
         run = Run(link, next(link.ids), like)
@@ -434,7 +434,7 @@ class Client:
         packet = _wire.pack_call(
             run.id,
             (_wire.REGIONS if regions else 0) | (_wire.IDEMPOTENT if idempotent else 0),
-            self._connection if of is None else of._number,
+            of[1] if of else self._connection,
             0 if timeout is None else _millis(timeout),
             b"".join(parts),
         )

@@ -72,7 +72,8 @@ class Sequence:
             if self._link is None:
                 raise ValueError("the sequence is closed")
             given = inputs if x is None else {"": x, **inputs}
-            self._run = run = yield from self._client._start("", given, None, timeout, out, None, None, of=self)
+            of = self._link, self._number
+            self._run = run = yield from self._client._start("", given, None, timeout, out, None, None, of=of)
             yield from run.finish(None)
             outputs = run.collect()
             self._rows = _wire.from_json(run.raw)["rows"]
