@@ -94,18 +94,6 @@ func failed(name, where string, err error) error {
 	return fmt.Errorf("%w: %q: %s%w", engine.ErrModel, name, where, err)
 }
 
-// Bind ties a model that Engine.Model made to a call as Open does, and takes no
-// memory: for an engine that makes one model of several. It returns the rows and the
-// bytes of one row of each output, if they are known.
-func Bind(m engine.Model, c engine.Call) (b Bound, rows int64, outRow []int64, err error) {
-	known, ok := engine.As[*model](m)
-	if !ok {
-		return Bound{}, 0, nil, fmt.Errorf("%w: model %q is a %T", engine.ErrInfo, m.Info().Name, m)
-	}
-	p, b, err := known.plan(c)
-	return b, p.rows, p.outRow, err
-}
-
 // Info implements engine.Model. Its slices are shared, read-only.
 func (m *model) Info() engine.Info { return m.Model.Info }
 

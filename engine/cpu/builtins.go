@@ -21,7 +21,7 @@ func Builtins(h *Host) []engine.Model {
 	}{
 		{builtin.Echo, bindRows(echo)}, {builtin.ReLU, bindReLU}, {builtin.Affine, bindAffine}, {builtin.Sink, bindRows(sink)},
 	} {
-		made, err := h.model(builtinModel(m.info, m.bind))
+		made, err := h.engine.Model(builtinModel(m.info, m.bind))
 		if err != nil {
 			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above
 		}

@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"math"
-	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -262,29 +261,4 @@ func TestSlowSleepsPerBlockAndStopsWithItsContext(t *testing.T) {
 			t.Errorf("the model went on for %v after the cancel", took)
 		}
 	})
-}
-
-// TestAChainMayHaveAParamTwice: both models read it.
-func TestAChainMayHaveAParamTwice(t *testing.T) {
-	h := NewHost(HostConfig{})
-	defer h.Close()
-	affine := find(h, "affine")
-	m, err := Chain("twice", affine, affine)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if n := len(m.Info().Params); n != 2 || !m.Info().Idempotent {
-		t.Errorf("%d params: %v", n, m.Info())
-	}
-	x, err := tensor.Of([]float32{1, 2})
-	if err != nil {
-		t.Fatal(err)
-	}
-	y, err := engine.Compute(t.Context(), m, map[string]string{"a": "3"}, x)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got, _ := tensor.Slice[float32](y[0]); !slices.Equal(got, []float32{9, 18}) {
-		t.Errorf("got %v", got)
-	}
 }

@@ -70,7 +70,7 @@ func (f RowFunc) Model(h *Host) (engine.Model, error) {
 	if f.Outs == nil && len(f.Info.Outputs) > len(f.Info.Inputs) {
 		return nil, fmt.Errorf("%w: model %q: more outputs than inputs need Outs", engine.ErrInfo, f.Info.Name)
 	}
-	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Begin: f.Begin, Setup: f.Setup, Teardown: f.Teardown})
+	return h.engine.Model(blocks.Model{Info: f.Info, Bind: f.bind, Begin: f.Begin, Setup: f.Setup, Teardown: f.Teardown})
 }
 
 func (f RowFunc) bind(c engine.Call) (b blocks.Bound, err error) {
@@ -113,7 +113,7 @@ func (f Func) Model(h *Host) (engine.Model, error) {
 	if f.Call == nil || f.Info.Rows != 0 {
 		return nil, fmt.Errorf("%w: model %q: a Func needs a Call and 0 rows, it has %d", engine.ErrInfo, f.Info.Name, f.Info.Rows)
 	}
-	return h.model(blocks.Model{Info: f.Info, Bind: f.bind, Setup: f.Setup, Teardown: f.Teardown})
+	return h.engine.Model(blocks.Model{Info: f.Info, Bind: f.bind, Setup: f.Setup, Teardown: f.Teardown})
 }
 
 func (f Func) bind(c engine.Call) (b blocks.Bound, err error) {
@@ -131,22 +131,3 @@ func (f Func) bind(c engine.Call) (b blocks.Bound, err error) {
 	b.Memory = []int64{bytes}
 	return b, err
 }
-
-// model is a model of a host, which a Chain can be made of.
-type model struct {
-	engine.Model
-	host  *Host
-	links []*model // of a chain; nil for any other model
-	keeps bool     // a state, in a sequence
-}
-
-func (h *Host) model(m blocks.Model, links ...*model) (engine.Model, error) {
-	made, err := h.engine.Model(m)
-	if err != nil {
-		return nil, err
-	}
-	return &model{made, h, links, m.Begin != nil}, nil
-}
-
-// Unwrap returns the model without its host.
-func (m *model) Unwrap() engine.Model { return m.Model }

@@ -1,11 +1,9 @@
 package cpu_test
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"testing"
 
 	"github.com/tensorferry/tensorferry/engine"
@@ -144,25 +142,6 @@ type maker interface {
 
 func one(m maker) func(*cpu.Host) (engine.Model, error) { return m.Model }
 
-func chainOf(makers ...maker) func(*cpu.Host) (engine.Model, error) {
-	return func(h *cpu.Host) (engine.Model, error) {
-		var models []engine.Model
-		for _, k := range makers {
-			m, err := k.Model(h)
-			if err != nil {
-				return nil, err
-			}
-			models = append(models, m)
-		}
-		return cpu.Chain("chain", models...)
-	}
-}
-
-// nested makes a chain usable as a link of another.
-type nested []maker
-
-func (n nested) Model(h *cpu.Host) (engine.Model, error) { return chainOf(n...)(h) }
-
 func plain(f func(x []byte) []byte, widened int64) func([]tensor.Tensor) ([]tensor.Tensor, error) {
 	return func(in []tensor.Tensor) ([]tensor.Tensor, error) {
 		d := in[0].Desc.Clone()
@@ -201,65 +180,28 @@ func doubled(row int) func([]byte) []byte {
 	}
 }
 
-func TestFunctionsAndChainsPassTheSuite(t *testing.T) {
+func TestFunctionsPassTheSuite(t *testing.T) {
 	x := []tensor.Tensor{bytesTensor(tensor.Int16, 61, 9)}
 	empty := []tensor.Tensor{bytesTensor(tensor.Int16, 0, 9)}
 	scalar := []tensor.Tensor{bytesTensor(tensor.Float32)}
-	plus2 := plus("plus2", 2, engine.AllButLast, false)
 	for name, c := range map[string]struct {
 		build  func(*cpu.Host) (engine.Model, error)
 		want   func([]tensor.Tensor) ([]tensor.Tensor, error)
 		inputs [3][]tensor.Tensor
 	}{
-		"RowFunc of many ports":           {one(weave(7)), woven, [3][]tensor.Tensor{weaveInputs(500), weaveInputs(0)}},
-		"RowFunc of single rows":          {one(weave(1)), woven, [3][]tensor.Tensor{weaveInputs(200), weaveInputs(0)}},
-		"RowFunc over whole batch items":  {one(plus("p", 1, 1, false)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"RowFunc in place":                {one(plus("p", 1, engine.AllAxes, true)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"RowFunc of all rows at once":     {one(plus("p", 1, 0, false)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"Func":                            {one(reverse), plain(reversed, 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"Chain of one":                    {chainOf(widen), plain(doubled(18), 2), [3][]tensor.Tensor{x, empty}},
-		"Chain of rows":                   {chainOf(plus("p", 1, engine.AllAxes, true), widen, plus2, widen, plus("q", 3, engine.AllAxes, true)), plain(func(x []byte) []byte { return doubled(36)(doubled(18)(add(6)(x))) }, 4), [3][]tensor.Tensor{x, empty}},
-		"Chain in place":                  {chainOf(plus("p", 1, engine.AllAxes, true), plus("q", 2, 1, true)), plain(add(3), 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"Chain within a chain":            {chainOf(plus2, nested{widen, plus2, plus2}, nested{widen, nested{plus2, plus2}}), plain(func(x []byte) []byte { return doubled(36)(doubled(18)(add(10)(x))) }, 4), [3][]tensor.Tensor{x, empty}},
-		"Chain through a Func":            {chainOf(plus2, reverse, widen, plus("p", 1, engine.AllAxes, true)), plain(func(x []byte) []byte { return doubled(18)(reversed(add(3)(x))) }, 2), [3][]tensor.Tensor{x, empty}},
-		"Chain that begins with a Whole":  {chainOf(weave(3), pair{}), pairOf(woven), [3][]tensor.Tensor{weaveInputs(300), weaveInputs(0)}},
-		"Chain of Funcs":                  {chainOf(reverse, reverse), plain(func(x []byte) []byte { return x }, 1), [3][]tensor.Tensor{x, empty, scalar}},
-		"Chain into a Func of many ports": {chainOf(weave(3), swap{}), swapped(woven), [3][]tensor.Tensor{weaveInputs(300), weaveInputs(0)}},
+		"RowFunc of many ports":          {one(weave(7)), woven, [3][]tensor.Tensor{weaveInputs(500), weaveInputs(0)}},
+		"RowFunc of single rows":         {one(weave(1)), woven, [3][]tensor.Tensor{weaveInputs(200), weaveInputs(0)}},
+		"RowFunc over whole batch items": {one(plus("p", 1, 1, false)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
+		"RowFunc in place":               {one(plus("p", 1, engine.AllAxes, true)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
+		"RowFunc of all rows at once":    {one(plus("p", 1, 0, false)), plain(add(1), 1), [3][]tensor.Tensor{x, empty, scalar}},
+		"RowFunc of wider rows":          {one(widen), plain(doubled(18), 2), [3][]tensor.Tensor{x, empty}},
+		"Func":                           {one(reverse), plain(reversed, 1), [3][]tensor.Tensor{x, empty, scalar}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			enginetest.Run(t, enginetest.Case{
 				New: enginetest.On(newHost, c.build), Inputs: c.inputs[0], Empty: c.inputs[1], Scalar: c.inputs[2], Want: c.want,
 			})
 		})
-	}
-}
-
-// pair adds its second input, one byte a row, to each byte of the row of its first.
-type pair struct{}
-
-func (pair) Model(h *cpu.Host) (engine.Model, error) {
-	return cpu.RowFunc{
-		Info: engine.Info{
-			Name: "pair", Rows: 1,
-			Inputs:  []engine.Port{{Name: "x", Shape: anyShape}, {Name: "n", Shape: anyShape}},
-			Outputs: []engine.Port{{Name: "y", Shape: anyShape}},
-		},
-		Rows: func(_ context.Context, b cpu.RowBlock) error {
-			for i, x := range b.In[0] {
-				b.Out[0][i] = x + b.In[1][i*int(b.Rows)/len(b.In[0])]
-			}
-			return nil
-		},
-	}.Model(h)
-}
-
-func pairOf(f func([]tensor.Tensor) ([]tensor.Tensor, error)) func([]tensor.Tensor) ([]tensor.Tensor, error) {
-	return func(in []tensor.Tensor) ([]tensor.Tensor, error) {
-		out, err := f(in)
-		for i := range out[0].Data {
-			out[0].Data[i] += out[1].Data[i/10]
-		}
-		return out[:1], err
 	}
 }
 
@@ -313,76 +255,15 @@ func TestAModelHasUpTo64PortsEachWay(t *testing.T) {
 	}
 }
 
-// renamed is a chain of models under other names.
-type renamed []maker
-
-func (k renamed) Model(h *cpu.Host) (engine.Model, error) {
-	var models []engine.Model
-	for i, made := range k {
-		m, err := made.Model(h)
-		if err != nil {
-			return nil, err
-		}
-		models = append(models, enginetest.Named("again", enginetest.Named(fmt.Sprint("link", i), m)))
-	}
-	return cpu.Chain("chain", models...)
-}
-
-func TestAChainTakesNamedModels(t *testing.T) {
-	enginetest.Run(t, enginetest.Case{
-		New:    enginetest.On(newHost, renamed{plus("p", 1, 1, false), plus("q", 2, 1, true)}.Model),
-		Inputs: []tensor.Tensor{bytesTensor(tensor.Int8, 50, 9)},
-		Want: func(in []tensor.Tensor) ([]tensor.Tensor, error) {
-			y := tensor.Tensor{Desc: in[0].Desc, Data: bytes.Clone(in[0].Data)}
-			for i := range y.Data {
-				y.Data[i] += 3
-			}
-			return []tensor.Tensor{y}, nil
-		},
-	})
-}
-
-func TestAChainSaysWhyItRefusesAModel(t *testing.T) {
-	h, other := cpu.NewHost(cpu.HostConfig{Workers: 1}), cpu.NewHost(cpu.HostConfig{Workers: 1})
-	defer h.Close()
-	defer other.Close()
-	on := func(h *cpu.Host) engine.Model {
-		m, err := plus("p", 1, 0, false).Model(h)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return m
-	}
-	for want, m := range map[string]engine.Model{
-		`"q" is on another host than "p"`:  enginetest.Named("q", on(other)),
-		`"p" is a struct { engine.Model }`: struct{ engine.Model }{on(h)},
-	} {
-		if _, err := cpu.Chain("c", on(h), m); !errors.Is(err, engine.ErrInfo) || !strings.Contains(err.Error(), want) {
-			t.Errorf("got %v, want %s", err, want)
-		}
-	}
-}
-
 func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 	h := cpu.NewHost(cpu.HostConfig{Workers: 1})
 	defer h.Close()
-	other := cpu.NewHost(cpu.HostConfig{Workers: 1})
-	defer other.Close()
-	on := func(h *cpu.Host, k maker) engine.Model {
-		m, err := k.Model(h)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return m
-	}
-	good := plus("p", 1, 0, false)
 	change := func(f func(*cpu.RowFunc)) error {
 		bad := plus("p", 1, 0, false)
 		f(&bad)
 		_, err := bad.Model(h)
 		return err
 	}
-	chained := func(models ...engine.Model) error { _, err := cpu.Chain("c", models...); return err }
 	for name, err := range map[string]error{
 		"no function":              change(func(f *cpu.RowFunc) { f.Rows = nil }),
 		"no name":                  change(func(f *cpu.RowFunc) { f.Info.Name = "" }),
@@ -412,11 +293,6 @@ func TestModelsThatContradictThemselvesAreRefused(t *testing.T) {
 			_, err := bad.Model(h)
 			return err
 		}(),
-		"a chain of nothing":          chained(),
-		"a chain over two hosts":      chained(on(h, good), on(other, good)),
-		"a chain of other ports":      chained(on(h, good), on(h, swap{})),
-		"a chain of a foreign model":  chained(struct{ engine.Model }{on(h, good)}),
-		"a chain with a name of \"\"": func() error { _, err := cpu.Chain("", on(h, good)); return err }(),
 	} {
 		if !errors.Is(err, engine.ErrInfo) {
 			t.Errorf("%s: got %v, want ErrInfo", name, err)
@@ -477,11 +353,6 @@ func TestAModelThatBreaksItsWordFailsTheCall(t *testing.T) {
 		"Call fails":                              {call(nil, oops), oops},
 		"Call returns bytes that are no tensor":   {call([]tensor.Tensor{{Desc: d(tensor.Int8, 6, 9)}}, nil), engine.ErrModel},
 		"Call returns another shape than its own": {call([]tensor.Tensor{bytesTensor(tensor.Int8, 9, 6)}, nil), engine.ErrModel},
-		"a link of a chain fails": {nested{plus("p", 1, 1, true), rows(func(f *cpu.RowFunc) {
-			f.Rows = func(context.Context, cpu.RowBlock) error { return oops }
-		})}, oops},
-		"a link of a whole chain fails": {nested{reverse, call(nil, oops)}, oops},
-		"a link takes another shape":    {nested{reverse, call(nil, nil), weaveLike{}}, engine.ErrModel},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := enginetest.On(newHost, c.Model)(t, 1<<20)
@@ -494,15 +365,6 @@ func TestAModelThatBreaksItsWordFailsTheCall(t *testing.T) {
 			}
 		})
 	}
-}
-
-// weaveLike takes rank 5 only.
-type weaveLike struct{}
-
-func (weaveLike) Model(h *cpu.Host) (engine.Model, error) {
-	f := plus("rank 5", 0, 1, false)
-	f.Info.Inputs[0].Shape = []int64{1, 1, 1, 1, 1}
-	return f.Model(h)
 }
 
 func TestAPanicIsAnErrorWithItsStackApart(t *testing.T) {

@@ -1,4 +1,4 @@
-// Package cpu runs models in host memory: Go functions, chains of models, stack
+// Package cpu runs models in host memory: Go functions, stack
 // models from folders, and a few built-in ones. It is pure Go on gonum's BLAS.
 //
 // A result is bit-identical however the input was cut into chunks and blocks: the float32

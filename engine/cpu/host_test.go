@@ -32,7 +32,7 @@ func byteModel(t testing.TB, h *Host, blockRows int64, inPlace bool, before func
 			return nil
 		},
 	}
-	m, err := h.model(blocks.Model{Info: f.Info, Bind: func(c engine.Call) (blocks.Bound, error) {
+	m, err := h.engine.Model(blocks.Model{Info: f.Info, Bind: func(c engine.Call) (blocks.Bound, error) {
 		b, err := f.bind(c)
 		b.Program = restingRows(f.Rows) // as that of a stack model
 		return b, err

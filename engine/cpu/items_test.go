@@ -297,25 +297,6 @@ func TestItemsThatDoNotFitAreRefusedBeforeMemoryIsTaken(t *testing.T) {
 	}
 }
 
-func TestAChainGoesOnWithThePositionsOfItems(t *testing.T) {
-	h := NewHost(HostConfig{Workers: 2})
-	defer h.Close()
-	items, err := newStack(h, encoder(embed), itemWeights(tensor.Float16))
-	require.NoError(t, err)
-	rows, err := newStack(h, stack.Spec{Name: "rows", Layers: []stack.Layer{{Kind: "linear", Weight: "up"}, {Kind: "softmax"}}}, itemWeights(tensor.Float32))
-	require.NoError(t, err)
-	chained, err := Chain("both", items, rows)
-	require.NoError(t, err)
-	in := []tensor.Tensor{ids(tensor.Int32, 50, 4, 70), masks(tensor.Bool, 4, 70)}
-	between, err := uncut(t, items)(in)
-	require.NoError(t, err)
-	want, err := uncut(t, rows)(between)
-	require.NoError(t, err)
-	got, err := enginetest.Compute(t.Context(), chained, in, nil, 100, 1)
-	require.NoError(t, err)
-	require.NoError(t, enginetest.Equal(got, want))
-}
-
 func TestTheMemoryOfLongItemsIsCharged(t *testing.T) {
 	const items, positions, workers = 5, 130, 2
 	each := int64(4 * ((2+1)*positions*45 + positions*tileRows + 15*tileRows)) // x, y and a residual of the widest, scores, queries

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -181,18 +180,15 @@ func TestLongLayersRestBetweenRows(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			m, err := Stack(h, s)
-			if err != nil {
-				t.Fatal(err)
-			}
 			x := zeros(1, tc.rows, 2)
-			b, rows, _, err := blocks.Bind(m, engine.Call{Inputs: []engine.Input{{Port: "x", Desc: x.Desc, ChunkBytes: 1 << 20}}})
+			b, err := compile(s).bind(engine.Call{Inputs: []engine.Input{{Port: "x", Desc: x.Desc, ChunkBytes: 1 << 20}}}, 1)
 			if err != nil {
 				t.Fatal(err)
 			}
+			rows, _, _ := x.Rows(s.Info().Axes(3))
 			rests := 0
 			row := RowBlock{Rows: rows, In: [][]byte{x.Data}, Out: [][]byte{x.Data}, Descs: []tensor.Desc{x.Desc}, OutDescs: b.Outs}
-			if err := rowsOf(b.Program)(counted{t.Context(), &rests}, row); err != nil {
+			if err := b.Program.(restingRows)(counted{t.Context(), &rests}, row); err != nil {
 				t.Fatal(err)
 			}
 			if rests < tc.want {

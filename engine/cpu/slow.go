@@ -16,7 +16,7 @@ import (
 //	                    block that holds row "fail_at", if given, fails
 //
 // It is elementwise and in place. Its blocks wait all at once, each with a goroutine of its
-// own: they hold no worker of h, and the model cannot be part of a Chain.
+// own: they hold no worker of h.
 func Slow(h *Host) engine.Model {
 	made, err := h.engine.Model(builtinModel(builtin.Slow, bindSlow))
 	if err != nil {

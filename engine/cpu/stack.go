@@ -94,40 +94,43 @@ func (m *layers) newTiles(rows, keys int, charged bool) *sync.Pool {
 // Stack makes a stack model ready on h, which keeps none of its large weights. In a sequence, the
 // rows of one of items are the positions of one item, and its attention has to be causal.
 func Stack(h *Host, model *stack.Model) (engine.Model, error) {
-	m, workers, info := compile(model), int64(h.workers.n), model.Info()
-	made := blocks.Model{Info: info, Bind: func(c engine.Call) (b blocks.Bound, err error) {
-		y, positions, err := m.Bind(c)
-		if err != nil {
-			return b, err
-		}
-		p := pass{layers: m, x: c.Inputs[0].Desc, positions: positions, unit: tileRows, tiles: m.tiles}
-		keys := positions
-		if c.State != nil {
-			p.sequence = c.State.(*sequence)
-			if keys, err = p.sequence.room(c, positions); err != nil {
-				return b, err
-			}
-		}
-		p.in, _ = stack.FloatOf(p.x.DType) // as its port says; ids are none
-		p.out, _ = stack.FloatOf(y.DType)
-		if m.In == m.Out && m.Vocabulary == 0 && !m.Mask {
-			b.Results = blocks.InPlace // a tile is read before it is written
-		}
-		if m.Items {
-			p.unit = positions
-		}
-		if size, scores, queries := m.sizes(positions, keys); positions > tileRows || scores > tileRows*tileRows {
-			p.tiles = m.newTiles(positions, keys, true) // memory of the call, and no more that of the model
-			each := 4 * int64((2+m.Residuals)*size+scores+queries)
-			b.Memory = []int64{each * min(workers, p.x.Shape[0])}
-		}
-		b.Outs, b.Program = []tensor.Desc{y}, restingRows(p.compute)
-		return b, nil
-	}}
+	m, info := compile(model), model.Info()
+	made := blocks.Model{Info: info, Bind: func(c engine.Call) (blocks.Bound, error) { return m.bind(c, h.workers.n) }}
 	if m.Items {
 		made.Begin = func(ctx context.Context, q engine.Sequence) (engine.State, error) { return h.begin(ctx, info, m, q) }
 	}
-	return h.model(made)
+	return h.engine.Model(made)
+}
+
+// bind ties the model to a call, which so many workers compute.
+func (m *layers) bind(c engine.Call, workers int) (b blocks.Bound, err error) {
+	y, positions, err := m.Bind(c)
+	if err != nil {
+		return b, err
+	}
+	p := pass{layers: m, x: c.Inputs[0].Desc, positions: positions, unit: tileRows, tiles: m.tiles}
+	keys := positions
+	if c.State != nil {
+		p.sequence = c.State.(*sequence)
+		if keys, err = p.sequence.room(c, positions); err != nil {
+			return b, err
+		}
+	}
+	p.in, _ = stack.FloatOf(p.x.DType) // as its port says; ids are none
+	p.out, _ = stack.FloatOf(y.DType)
+	if m.In == m.Out && m.Vocabulary == 0 && !m.Mask {
+		b.Results = blocks.InPlace // a tile is read before it is written
+	}
+	if m.Items {
+		p.unit = positions
+	}
+	if size, scores, queries := m.sizes(positions, keys); positions > tileRows || scores > tileRows*tileRows {
+		p.tiles = m.newTiles(positions, keys, true) // memory of the call, and no more that of the model
+		each := 4 * int64((2+m.Residuals)*size+scores+queries)
+		b.Memory = []int64{each * min(int64(workers), p.x.Shape[0])}
+	}
+	b.Outs, b.Program = []tensor.Desc{y}, restingRows(p.compute)
+	return b, nil
 }
 
 // pass is a stack model tied to a call.

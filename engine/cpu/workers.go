@@ -306,13 +306,6 @@ func (p *workers) count(s *seat, by int) {
 // restingRows is a RowsFunc that calls rest.
 type restingRows RowsFunc
 
-func rowsOf(program any) RowsFunc {
-	if f, ok := program.(restingRows); ok {
-		return RowsFunc(f)
-	}
-	return program.(RowsFunc)
-}
-
 // rest lets others be computed, where a block has been for turnTime, and reports whether its run
 // has ended. What works long calls it between rows, and says whether its tile is charged to the call.
 func rest(ctx context.Context, charged bool) (ended bool) {
