@@ -106,7 +106,6 @@ var layers = map[string][]string{
 	"internal/cli/verbs":    {anything},
 
 	"cmd/tensorferry":       {anything},
-	"examples/bottom_model": {anything},
 	"examples/encoder":      {anything},
 	"examples/local":        {anything},
 	"examples/pull":         {anything},
