@@ -15,6 +15,7 @@ import asyncio
 import collections
 import contextlib
 import faulthandler
+import functools
 import gc
 import itertools
 import os
@@ -138,6 +139,16 @@ def gather(tally: Tally, jobs: list[Callable[[], None]], meanwhile: Optional[Cal
             tally.tick()
 
 
+def share(tally: Tally, rounds: Iterator[int], most: int, works: list[Callable[[int], None]]) -> None:
+    """Have threads, one for each work, do rounds up to a number."""
+
+    def job(work: Callable[[int], None]) -> None:
+        while (k := next(rounds)) < most and not tally.over.is_set():
+            work(k)
+
+    gather(tally, [functools.partial(job, work) for work in works])
+
+
 def until(claim: Callable[[], Any], seconds: float, pause: float = 0.02) -> Any:
     """Look at what nobody tells of until it holds, and return it; the last look after some seconds."""
     deadline = time.monotonic() + seconds
@@ -241,15 +252,15 @@ def returns(
 ) -> None:
     """Check that all numbers come back to what they were, but for a slack."""
 
-    def above() -> dict[str, str]:
+    rest: list[str] = []  # of the last look
+
+    def back() -> bool:
         faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
-        got = now()
-        return {k: f"{base[k]} -> {n}" for k, n in got.items() if n > base[k] + slack.get(k, 0)}
+        rest[:] = [f"{k} {base[k]} -> {n}" for k, n in now().items() if n > base[k] + slack.get(k, 0)]
+        return not rest
 
     began = time.monotonic()
-    until(lambda: not above(), BACK_SECONDS, 0.2)
-    rest = above()
-    if rest:
+    if not until(back, BACK_SECONDS, 0.2):
         tally.fail(f"{what} does not return to its baseline: {rest}; of {base}")
     tally.took(f"return of {what}", began, BACK_SECONDS + 5)
 
@@ -433,7 +444,7 @@ class WorkerKills:
                 if type(second) is not type(err):
                     self.tally.fail(f"a call failed with {err!r} and then {second!r}")
 
-    def round(self) -> None:
+    def round(self, _: int) -> None:
         victim = self.worker(15)
         if victim is None:
             return
@@ -530,13 +541,6 @@ def worker_kills(tally: Tally, n: int, seed: int) -> None:
     rounds = itertools.count()
     models = [WorkerKills(tally, server, client, name, random.Random(f"{seed}/{name}")) for name in names]
 
-    def job(model: WorkerKills) -> Callable[[], None]:
-        def work() -> None:
-            while next(rounds) < n and not tally.over.is_set():
-                model.round()
-
-        return work
-
     def rest() -> None:
         # New workers keep what they need for one call.
         gather(tally, [model.rest for model in models])
@@ -544,7 +548,7 @@ def worker_kills(tally: Tally, n: int, seed: int) -> None:
 
     rest()
     base = held(client, server.pid)
-    gather(tally, [job(model) for model in models])
+    share(tally, rounds, n, [model.round for model in models])
     rest()
     # Each model's pool has memory by size, of nine that its calls have.
     slack = {"descriptors": 12 * len(names), "mappings": 12 * len(names)}
@@ -647,15 +651,6 @@ def client_kills(tally: Tally, n: int, seed: int) -> None:
 
     with tempfile.TemporaryDirectory() as temporary:
 
-        def job(i: int, most: int) -> Callable[[], None]:
-            rng = random.Random(f"{seed}/{i}")
-
-            def work() -> None:
-                while (k := next(rounds)) < most and not tally.over.is_set():
-                    round(rng, k)
-
-            return work
-
         def round(rng: random.Random, k: int) -> None:
             mark = uuid.uuid4().hex
             begun = begin("_guest", server.address, f"{seed}/{k}", mark=mark, env={"TMPDIR": temporary})
@@ -686,10 +681,11 @@ def client_kills(tally: Tally, n: int, seed: int) -> None:
                 tally.took("end of the program", killed, 10)
                 tally.add(f"killed {at}")
 
-        gather(tally, [job(i, -2) for i in range(2)])  # the server has its memory
+        works = [functools.partial(round, random.Random(f"{seed}/{i}")) for i in range(4)]
+        share(tally, rounds, -2, works[:2])  # the server has its memory
         clean()
         base = held(client, server.pid)
-        gather(tally, [job(i, n) for i in range(4)])
+        share(tally, rounds, n, works)
         left = os.listdir(temporary) + sorted(set(os.listdir("/dev/shm")) - shm)
         if left:
             tally.fail(f"left behind: {left}")
@@ -846,23 +842,12 @@ def runs(tally: Tally, rng: random.Random) -> None:
     tally.add("subprocesses")
 
 
-class Echoes:
-    """A data set of torch: each item comes through the client."""
-
-    def __init__(self, client: tf.Client, torch: Any):
-        self.client, self.torch = client, torch
-
-    def __len__(self) -> int:
-        return 16
-
-    def __getitem__(self, i: int) -> Any:
-        return self.client.compute("echo", self.torch.full((30_000,), i), timeout=CALL_SECONDS)
-
-
 def loader(tally: Tally, client: tf.Client, torch: Any) -> None:
-    batches = torch.utils.data.DataLoader(
-        Echoes(client, torch), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=60
-    )
+    def batch(numbers: list[int]) -> Any:  # in a process of torch's
+        return torch.stack([client.compute("echo", torch.full((30_000,), i), timeout=CALL_SECONDS) for i in numbers])
+
+    how = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 60}
+    batches = torch.utils.data.DataLoader(range(16), batch_size=4, collate_fn=batch, **how)
     for i, batch in enumerate(batches):
         if not bool((batch == torch.arange(4 * i, 4 * i + 4)[:, None]).all()):
             tally.fail("a DataLoader gives other numbers")
@@ -914,16 +899,7 @@ def connects(tally: Tally, n: int, seed: int) -> None:
         with tf.connect(server.address) as first:
             rounds = itertools.count(-min(n, 300))
 
-            def job(i: int, most: int) -> Callable[[], None]:
-                rng = random.Random(f"{seed}/{i}")
-
-                def work() -> None:
-                    while next(rounds) < most and not tally.over.is_set():
-                        one(rng)
-
-                return work
-
-            def one(rng: random.Random) -> None:
+            def one(rng: random.Random, _: int) -> None:
                 how = rng.choice(("closed", "used", "used", "dropped", "refused", "open call"))
                 if how == "refused":
                     with tf.connect(nowhere) as c:  # it says so with the first use
@@ -960,9 +936,10 @@ def connects(tally: Tally, n: int, seed: int) -> None:
                 program = {f"program's {k}": v for k, v in usage(own_link()).items()}
                 return {**mine, **program, **held(first, server.pid)}
 
-            gather(tally, [job(i, 0) for i in range(4)])
+            works = [functools.partial(one, random.Random(f"{seed}/{i}")) for i in range(4)]
+            share(tally, rounds, 0, works)
             base = now()
-            gather(tally, [job(i, n) for i in range(4)])
+            share(tally, rounds, n, works)
             # The link has memory by size, and by how many use it at a time.
             slack = {"own mappings": 12, "own descriptors": 12, "program's mappings": 12, "program's descriptors": 12}
             slack.update({"program's threads": 8, "program's MiB": 24})
@@ -1123,14 +1100,12 @@ def main() -> int:
     p = commands.add_parser("threads", help="share a client among 40 threads, with forks between", parents=[seeded])
     p.add_argument("--seconds", type=float, default=60, help="how long (%(default)s)")
     commands.add_parser("smoke", help="all of it, briefly", parents=[seeded])
-    commands.add_parser("_guest").add_argument("rest", nargs="*")
-    commands.add_parser("_parent").add_argument("rest", nargs="*")
-    args = parser.parse_args()
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, chain=True)  # of forked children, which end with it
-    if args.command in ("_guest", "_parent"):
-        {"_guest": guest, "_parent": parent}[args.command](*args.rest)
+    if begun := {"_guest": guest, "_parent": parent}.get(sys.argv[1]) if sys.argv[1:] else None:
+        begun(*sys.argv[2:])
         return 1
+    args = parser.parse_args()
     seed = int(time.time()) if args.seed is None else args.seed
     if args.command == "smoke":
         return smoke(seed)

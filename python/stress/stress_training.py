@@ -38,6 +38,12 @@ def flags(folder: Optional[str] = None, lease: str = "30s") -> list[str]:
     return ["--python", f"trunk=stress_training:trunk,train,lease={lease}{kept}", "--python-threads", "1"]
 
 
+def used(server: Server) -> dict[str, int]:
+    """Return what the process of the model uses."""
+    (worker,) = children(server.pid)
+    return {f"worker's {k}": v for k, v in usage(worker).items()}
+
+
 def env() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TENSORFERRY_PYTHON": sys.executable}
 
@@ -202,8 +208,7 @@ def sessions(tally: Tally, n: int, seed: int) -> None:
         def now() -> dict[str, int]:
             gc.collect()
             first.compute("trunk", torch.zeros(1, 32))
-            (worker,) = children(server.pid)
-            return {**{f"worker's {k}": v for k, v in usage(worker).items()}, **kept(first), **held(first, server.pid)}
+            return {**used(server), **kept(first), **held(first, server.pid)}
 
         for _ in range(20):
             one()
@@ -248,14 +253,8 @@ def steps(tally: Tally, n: int, seed: int) -> None:
 
         def now() -> dict[str, int]:
             gc.collect()
-            (worker,) = children(server.pid)
             mine = {f"own {k}": v for k, v in usage(os.getpid()).items()}
-            return {
-                **mine,
-                **{f"worker's {k}": v for k, v in usage(worker).items()},
-                **kept(client),
-                **held(client, server.pid),
-            }
+            return {**mine, **used(server), **kept(client), **held(client, server.pid)}
 
         with module.training():
             base: dict[str, int] = {}
