@@ -79,12 +79,10 @@ def measure(options: argparse.Namespace, folder: str) -> None:
 def line(work: str, who: str, size: int, took: dict[str, list[float]], wanted: float | None) -> None:
     big = size == BIG
     title = f"{who}: {work.replace('_', ' ')} of {'64 MiB' if big else '30 KiB'}"
-    if big:
-        figures = [f"{statistics.median(size / s / 1e9 for s in took[n]):.3f} GB/s" for n in ("ours", "theirs")]
-        ratio = beside(took["theirs"], took["ours"])
-    else:
-        figures = [f"{statistics.median(took[n]) * 1e6:.0f} µs" for n in ("ours", "theirs")]
-        ratio = beside(took["ours"], took["theirs"])
+    ours, theirs = took["ours"], took["theirs"]
+    medians = map(statistics.median, (ours, theirs))
+    figures = [f"{size / s / 1e9:.3f} GB/s" if big else f"{s * 1e6:.0f} µs" for s in medians]
+    ratio = beside(theirs, ours) if big else beside(ours, theirs)
     goal = "" if wanted is None else f", wanted {'at least' if big else 'at most'} {wanted}"
     own = statistics.median(took["own"])
     cpu = f", client's CPU {own * 1e6:.0f} µs" if own and not big else ""

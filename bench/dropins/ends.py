@@ -36,22 +36,11 @@ def chunks(name, tensor):
     data = f.getvalue()
     total = -(-len(data) // CHUNK)
     for i in range(total):
-        about = {}
-        if i == 0:
-            about = {
-                "shape": str(list(tensor.shape)),
-                "dtype": str(tensor.dtype),
-                "device": str(tensor.device),
-                "size_bytes": str(len(data)),
-            }
+        about = {"shape": list(tensor.shape), "dtype": tensor.dtype, "device": tensor.device, "size_bytes": len(data)}
         yield kpu.TensorChunk(
-            tensor_id=name,
-            chunk_number=i,
-            data=data[i * CHUNK : (i + 1) * CHUNK],
-            total_chunks=total,
-            is_last=i == total - 1,
-            metadata=about,
-        )
+            tensor_id=name, chunk_number=i, data=data[i * CHUNK : (i + 1) * CHUNK], total_chunks=total,
+            is_last=i == total - 1, metadata={} if i else {key: str(value) for key, value in about.items()},
+        )  # fmt: skip
 
 
 async def tensors(stream):
@@ -108,10 +97,9 @@ class Client:
 
     def stub(self, address, kind):
         if (address, kind) not in self.channels:
-            make = grpc.aio.insecure_channel if kind is kpu_grpc.ServiceStub else grpc.insecure_channel
-            self.channels[address, kind] = kind(
-                make(address, options=LARGE if kind is not kpu_grpc.ServiceStub else ())
-            )
+            aio = kind is kpu_grpc.ServiceStub
+            make = grpc.aio.insecure_channel if aio else grpc.insecure_channel
+            self.channels[address, kind] = kind(make(address, options=() if aio else LARGE))
         return self.channels[address, kind]
 
     async def kpu_upload(self, address, x):

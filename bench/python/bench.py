@@ -13,9 +13,11 @@ import os
 import pathlib
 import statistics
 import sys
-from importlib.metadata import PackageNotFoundError, version
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 
-from common import ROOT, Children, beside, build, measuring, spread, stubs, turns
+from common import ROOT, Child, Children, beside, build, measuring, spread, stubs, turns
 from common import options as common_options
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -30,6 +32,9 @@ NAMES = {
     "torch": "torch.distributed.rpc, no checksum",
     "worker": "Go client, Python worker",
     "bare": "bare socket, two Pythons",
+    "grpc": "grpcio stream",
+    "whole": "Python, one call",
+    "alone": "unsplit",
 }
 EVERYBODY = ("go", "numpy", "empty", "stock", "flight", "flight-crc", "torch")
 # What is done: its title, who does it, what they are told to do, and whether its time counts, not its rate.
@@ -38,6 +43,11 @@ WORKS = {
     "echo": ("echo of", (*EVERYBODY, "worker"), "echo", False),
     "call": ("call of 30 KB", EVERYBODY, "echo", True),
     "link": ("link alone, 256 KiB", ("numpy", "bare"), "loop", True),
+    "step": ("step of 8 KiB", ("grpc", "numpy"), "step", True),
+    "prompt": ("step of 2 000 rows of 3 KiB", ("whole", "numpy"), "prompt", True),
+    "token": ("token of a GPT split in three", ("alone", "grpc", "numpy"), "token", True),
+    "beyond": ("the same less unsplit", ("grpc", "numpy"), "token", True),
+    "crowd": ("token of 8 such clients at once", ("grpc", "numpy"), "crowd", True),
 }
 # What is required: the work, who, beside whom, and the ratio: of rates, or of times for calls.
 REQUIRED = (
@@ -49,19 +59,40 @@ REQUIRED = (
     ("upload", "numpy", "stock", 3),
     ("echo", "numpy", "stock", 3),
     ("echo", "worker", "go", 0.7),
+    ("step", "numpy", "grpc", 1.6),
+    ("prompt", "numpy", "whole", 1.15),
+    ("beyond", "numpy", "grpc", 1.6),
+    ("crowd", "numpy", "grpc", 1.0),
 )
 LINK_MICROS = 60
+
+
+class Crowd(list[Child]):
+    """Clients of a kind. The first works alone, unless all write text at once."""
+
+    def ask(self, op: str, size: int, count: int) -> dict:
+        if op != "crowd":
+            return self[0].ask(op, size, count)
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(self)) as pool:
+            list(pool.map(lambda child: child.ask("token", size, count), self))
+        return {"seconds": [(time.perf_counter() - start) / count / len(self)]}
 
 
 def open_all(options: argparse.Namespace, children: Children, folder: str) -> tuple[dict, dict[str, str]]:
     """Return who can be asked, by name, and why others cannot."""
     models = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    server = children.serve(options.program, "--log-level", "warn", "--python", "worker=models:echo", PYTHONPATH=models)
+    served = [f"--python={name}" for name in ("worker=models:echo", "steps=models:steps", "trunk=models:trunk")]
+    server = children.serve(options.program, "--log-level", "warn", "--python-threads", "1", *served, PYTHONPATH=models)
     go, ends = children.start(build(options.go, "./goend", folder)), HERE / "ends.py"
     clients = {name: lambda work, *more, name=name: go.ask("worker" if name == "worker" else work, server, *more)
                for name in ("go", "worker")}  # fmt: skip
-    for kind in ("numpy", "empty", "bare"):
-        clients[kind] = children.start(sys.executable, ends, kind, server, TENSORFERRY_BIN=options.program).ask
+    rows = children.start(sys.executable, ends, "grpc-server").said
+    for kind, at, n in (("numpy", server, 8), ("empty", server, 1), ("bare", server, 1), ("grpc", rows, 8)):
+        command = sys.executable, ends, kind, at
+        clients[kind] = Crowd(children.start(*command, TENSORFERRY_BIN=options.program) for _ in range(n)).ask
+    for kind in ("whole", "alone"):
+        clients[kind] = lambda _, *more, kind=kind: clients["numpy"](kind, *more)
     generated = os.path.join(folder, "stubs")
     stubs(sys.executable, generated, "tensorferry/v1/tensorferry.proto")
     # The stubs are of the package's name, which may be installed; with this they go before it.
@@ -82,7 +113,11 @@ def open_all(options: argparse.Namespace, children: Children, folder: str) -> tu
 def run(options: argparse.Namespace, clients: dict) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of every round, by work and who."""
     o = options
-    sizes = {"upload": (o.size, 1), "echo": (o.size, 1), "call": (30_000, o.calls), "link": (256 << 10, o.calls)}
+    tokens = min(o.calls, 200)
+    sizes = {
+        "upload": (o.size, 1), "echo": (o.size, 1), "call": (30_000, o.calls), "link": (256 << 10, o.calls),
+        "step": (8 << 10, o.calls), "prompt": (2000 * 3072, o.calls // 50), "token": (0, tokens), "crowd": (0, tokens),
+    }  # fmt: skip
     samples = {}
     for work, (size, count) in sizes.items():
         _, who, op, _ = WORKS[work]
@@ -92,33 +127,35 @@ def run(options: argparse.Namespace, clients: dict) -> dict[str, dict[str, list[
             if name in clients
         }
         samples[work] = turns(work, o.rounds, asked)
+    token, alone = samples["token"], samples["token"]["alone"]
+    samples["beyond"] = {name: [a - b for a, b in zip(token[name], alone)] for name in WORKS["beyond"][1]}
     return samples
 
 
-def ratios(work: str, ours: list[float], theirs: list[float]) -> tuple[list[float], list[float]]:
-    """Return what is divided: times of ours by theirs where they count, else theirs by ours."""
-    return (ours, theirs) if WORKS[work][3] else (theirs, ours)
+def ratio(work: str, ours: list[float], theirs: list[float]) -> tuple[float, str]:
+    """Return the ratio within a round, of times where they count, else of rates, and what is said of it."""
+    a, b = (ours, theirs) if WORKS[work][3] else (theirs, ours)
+    return spread([x / y for x, y in zip(a, b)])[0], beside(a, b)
 
 
 def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[str, str]) -> None:
     for work, times in samples.items():
         title, _, _, timed = WORKS[work]
-        first = next(iter(times)) if work != "link" else "bare"
+        first = "bare" if work == "link" else next(iter(times))
         unit, head = ("µs", "time") if timed else ("ms", "GB/s    rate")
         print(f"\n{title if timed else f'{title} {size >> 20} MiB':36} {unit:>9}   {head} to that of: {NAMES[first]}")
         for name, all in times.items():
             median = statistics.median(all)
             rate = "" if timed else f"{size / median / 1e9:7.2f}"
-            compared = "" if name == first else beside(*ratios(work, all, times[first]))
+            compared = "" if name == first else ratio(work, all, times[first])[1]
             print(f"  {NAMES[name]:34} {median * (1e6 if timed else 1e3):9.1f} {rate:7}   {compared}".rstrip())
     print(f"\n{'required':59} {'ratio':12}  measured")
     for work, name, other, want in REQUIRED:
         times = samples[work]
         if name in times and other in times:
-            got, _ = spread([a / b for a, b in zip(*ratios(work, times[name], times[other]))])
+            got, measured = ratio(work, times[name], times[other])
             met = got <= want if WORKS[work][3] else got >= want
             said = f"{want:.2f} or {'less' if WORKS[work][3] else 'more'}"
-            measured = beside(*ratios(work, times[name], times[other]))
             print(f"  {f'{work}: {NAMES[name]} / {NAMES[other]}':57} {said:12}  {measured}, {'' if met else 'not '}met")
     micros = statistics.median(samples["link"]["numpy"]) * 1e6
     met = "" if micros <= LINK_MICROS else "not "
@@ -128,17 +165,11 @@ def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[
 
 
 def versions() -> str:
-    found = ""
-    for name in ("numpy", "pyarrow", "grpcio", "protobuf"):
-        try:
-            found += f", {name} {version(name)}"
-        except PackageNotFoundError:
-            pass
-    return found
+    return "".join(f", {name} {version(name)}" for name in ("numpy", "pyarrow", "grpcio", "protobuf"))
 
 
 def main() -> None:
-    flags = common_options("Measure the Python client beside the Go client and others.", 9)
+    flags = common_options("Measure the Python client beside the Go client and others.", 25)
     flags.add_argument("--size", type=int, default=256 << 20, help="bytes of the tensor")
     flags.add_argument("--calls", type=int, default=500, help="small calls of a round")
     flags.add_argument("--json", metavar="FILE", help="write every sample to a file, too")
@@ -148,6 +179,7 @@ def main() -> None:
         options.rounds, options.size, options.calls = 1, 16 << 20, 50
     if options.calls < 1 or options.size < 8 or options.size % 8:
         flags.error("calls are 1 or more, and the size is a multiple of 8")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     with measuring(options, versions()) as folder, Children() as children:
         clients, missing = open_all(options, children, folder)
         samples = run(options, clients)

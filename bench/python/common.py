@@ -170,29 +170,22 @@ def build(go: str, package: str, folder: str, module: pathlib.Path = ROOT / "ben
 def stubs(python: str, folder: str, *protos: str) -> None:
     """Write the stubs of contracts of api/ into a folder."""
     os.makedirs(folder, exist_ok=True)
-    command = [
-        python,
-        "-m",
-        "grpc_tools.protoc",
-        f"-I{ROOT / 'api'}",
-        f"--python_out={folder}",
-        f"--grpc_python_out={folder}",
-    ]
-    subprocess.run([*command, *protos], check=True)
+    out = f"--python_out={folder}", f"--grpc_python_out={folder}"
+    subprocess.run([python, "-m", "grpc_tools.protoc", f"-I{ROOT / 'api'}", *out, *protos], check=True)
 
 
-def meet() -> str:
-    """Print the address where two processes of torch.distributed.rpc meet, and return it; empty without it."""
+def rpc_server() -> None:
+    """Be the server of torch.distributed.rpc. It prints the address where a client must meet it."""
     try:
         import torch.distributed.rpc  # noqa: F401
     except ImportError as err:
         print(f"missing: {err}", flush=True)
-        return ""
+        return
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = "{}:{}".format(*s.getsockname())
     print(address, flush=True)
-    return address
+    join(0, address).shutdown()
 
 
 def join(rank: int, address: str):

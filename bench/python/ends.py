@@ -10,16 +10,21 @@ docs/benchmarks.md.
 import functools
 import json
 import os
+import queue
 import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import gpt
 import numpy as np
-from common import answer, join, meet
+from common import answer, join, rpc_server
 
 BATCH = 1 << 20  # bytes in a batch of Flight
 PAGE = 1024  # float32s in a page
+ROWS = {"step": 2048, "prompt": 768, "whole": 768}  # float32s in a row
 
 
 def tensor(size, empty=np.empty):
@@ -28,8 +33,8 @@ def tensor(size, empty=np.empty):
     return x
 
 
-def moves(do, make=tensor):
-    """Answer lines. do has one move of a tensor done, and returns the result."""
+def moves(do, make=tensor, begin=None):
+    """Answer lines. do has one move of a tensor done, and returns the result; begin a sequence of a GPT's rows."""
     x = np.empty(0, "float32")
 
     def move(op, size, count):
@@ -51,7 +56,17 @@ def moves(do, make=tensor):
             del y
         return {"seconds": times}
 
-    answer({op: functools.partial(move, op) for op in ("sink", "echo", "loop")})
+    unsplit = functools.cache(lambda count: gpt.text(gpt.here(), count)[0])
+
+    def token(size, count):
+        with closing(begin()) as sequence:
+            tokens, times = gpt.text(sequence.step, count)
+        if tokens != unsplit(count):
+            sys.exit(f"{sys.argv[1]}: the GPT writes something else")
+        return {"seconds": times}
+
+    works = {op: functools.partial(move, op) for op in ("sink", "echo", "loop", *ROWS)}
+    answer({**works, "token": token, "alone": lambda _, count: {"seconds": gpt.text(gpt.here(), count)[1]}})
 
 
 def ferry(address, empty):
@@ -61,8 +76,12 @@ def ferry(address, empty):
     import tensorferry as tf
 
     with tf.connect(address) as client:
+        sequence = functools.cache(lambda: client.sequence("steps", 1 << 24))
 
         def do(op, x):
+            if op in ROWS:
+                x = x.reshape(-1, ROWS[op])
+                return client.compute("steps", x) if op == "whole" else sequence().step(x)
             if op != "loop":
                 return client.compute(op, x)
             # Into the link's memory, to the program and back, below the package's API.
@@ -73,7 +92,52 @@ def ferry(address, empty):
             assert said["range"] == list(held.extent(x.nbytes)), said
             return held.export(x.nbytes)
 
-        moves(do, (lambda size: tensor(size, client.empty)) if empty else tensor)
+        make = (lambda size: tensor(size, client.empty)) if empty else tensor
+        moves(do, make, lambda: client.sequence("trunk", gpt.TOKENS))
+
+
+class Steps:
+    """A sequence over a stream of grpcio, as one writes it."""
+
+    def __init__(self, channel, model):
+        self.rows = queue.SimpleQueue()
+        self.results = channel.stream_stream(f"/rows/{model}")(iter(self.rows.get, None))
+
+    def step(self, x):
+        self.rows.put(x.tobytes())
+        return np.frombuffer(next(self.results), "float32").reshape(x.shape)
+
+    def close(self):
+        self.rows.put(None)
+
+
+def grpcio(address):
+    import grpc
+
+    with grpc.insecure_channel(address) as channel, closing(Steps(channel, "steps")) as steps:
+        moves(lambda _, x: steps.step(x), begin=lambda: Steps(channel, "trunk"))
+
+
+def grpcio_server():
+    """Steps of the two models, whose state is the handler's."""
+    import grpc
+
+    def handler(begin):
+        def results(rows, context):
+            step = begin()
+            for row in rows:
+                yield step(np.frombuffer(row, "float32").reshape(1, -1)).tobytes()
+
+        return grpc.stream_stream_rpc_method_handler(results)
+
+    handlers = {"steps": handler(lambda: returned), "trunk": handler(gpt.here)}
+    server = grpc.server(ThreadPoolExecutor(32))
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("rows", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    print(f"127.0.0.1:{port}", flush=True)
+    sys.stdin.read()
+    server.stop(1).wait()
 
 
 def bare(_):
@@ -335,24 +399,19 @@ def torch_client(address):
     rpc.shutdown()
 
 
-def torch_server():
-    """The address is that of a meeting, which the client must come to."""
-    address = meet()
-    if address:
-        join(0, address).shutdown()
-
-
 KINDS = {
     "numpy": lambda at: ferry(at, False),
     "empty": lambda at: ferry(at, True),
     "bare": bare,
+    "grpc": grpcio,
+    "grpc-server": grpcio_server,
     "stock": stock,
     "flight": lambda at: flight(at, False),
     "flight-crc": lambda at: flight(at, True),
     "torch": torch_client,
     "flight-server": lambda: flight_server(False),
     "flight-crc-server": lambda: flight_server(True),
-    "torch-server": torch_server,
+    "torch-server": rpc_server,
     "bench-end": bench_end,
 }
 

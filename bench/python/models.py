@@ -1,4 +1,6 @@
-"""What the worker of the benchmark computes."""
+"""What the workers of the benchmark compute."""
+
+from gpt import layers
 
 import tensorferry as tf
 
@@ -6,3 +8,13 @@ import tensorferry as tf
 @tf.model(rows=1)
 def echo(x):
     return x
+
+
+@tf.model(rows=1, stateful=True)
+def steps(x):
+    return x
+
+
+@tf.model(rows=1, stateful=True)
+def trunk(x, call):
+    return layers((1, 2), call.state, x)

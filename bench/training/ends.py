@@ -10,9 +10,11 @@ import statistics
 import subprocess
 import sys
 import time
+import types
+from contextlib import nullcontext
 
 import torch
-from common import answer, join, meet
+from common import answer, join, rpc_server
 from models import ROWS, WIDTH, Paused, Trunk, ends, small
 from torch import nn
 
@@ -61,7 +63,7 @@ def p50(count, do):
 
 
 class Watched:
-    """A client that notes the calls of a RemoteModule: when each began and had its result."""
+    """A client that notes the calls of a RemoteModule: what each took until its result."""
 
     def __init__(self, client):
         self.client, self.calls = client, []
@@ -70,21 +72,15 @@ class Watched:
     def call(self, path, *args, **more):
         begin = time.perf_counter()
         call = self.client.call(path, *args, **more)
-        return WatchedCall(call, path.partition("/")[2], begin, self.calls)
 
+        def result():
+            said = call.result()
+            self.calls.append((path.partition("/")[2], time.perf_counter() - begin, call.timings))
+            watched.id = call.id
+            return said
 
-class WatchedCall:
-    def __init__(self, call, part, begin, noted):
-        self.call, self.part, self.begin, self.noted = call, part, begin, noted
-
-    def result(self):
-        said = self.call.result()
-        self.noted.append((self.part, time.perf_counter() - self.begin, self.call.timings))
-        return said
-
-    @property
-    def id(self):
-        return self.call.id
+        watched = types.SimpleNamespace(result=result)
+        return watched
 
 
 class Ferry:
@@ -103,20 +99,16 @@ class Ferry:
         x = torch.randn(ROWS, WIDTH)
         return p50(count, lambda: self.client.compute("change", x))
 
-    def round(self, count):
-        trunk = self.remote(self.client, "small")
+    def round(self, count, client=None):
+        trunk = self.remote(client or self.client, "small")
         optimizer = self.optimizer(trunk.parameters(), "sgd", lr=1e-3)
         with trunk.training():
             return self.rounds(trunk, optimizer, count)
 
     def round_parts(self, count):
         """The p50 of each call of a round, and of its part in the worker."""
-        watched = Watched(self.client)
-        trunk = self.remote(watched, "small")
-        optimizer = self.optimizer(trunk.parameters(), "sgd", lr=1e-3)
-        with trunk.training():
-            self.rounds(trunk, optimizer, count)
-        said = {}
+        watched, said = Watched(self.client), {}
+        self.round(count, watched)
         for part in PARTS:
             noted = [c for c in watched.calls if c[0] == part]
             said[part] = statistics.median(c[1] for c in noted)
@@ -236,18 +228,9 @@ class Ferry:
 
 def ferry(address):
     f = Ferry(address)
-    answer({
-        "call": f.call, "round": f.round, "round-alone": f.round_alone, "round-parts": f.round_parts, "alone": alone,
-        "split": f.split, "unwaited": f.unwaited, "pipeline": f.pipeline, "wire": f.wire, "where": f.where,
-    })  # fmt: skip
+    works = ("call", "round", "round_alone", "round_parts", "split", "unwaited", "pipeline", "wire", "where")
+    answer({"alone": alone, **{name.replace("_", "-"): getattr(f, name) for name in works}})
     f.client.close()
-
-
-def rpc_server():
-    """Print the address of a meeting, which the client must come to."""
-    address = meet()
-    if address:
-        join(0, address).shutdown()
 
 
 def rpc_client(address):
@@ -288,34 +271,26 @@ def road(rounds, count, address):
         with trunk.training():
 
             def taken(depth, **how):
-                bottom = Paused()
-                mine = torch.optim.SGD(bottom.parameters(), lr=1e-3)
-                theirs = RemoteOptimizer(trunk.parameters(), "sgd", lr=1e-3)
+                """Take steps with a pipeline of a depth; of none, without a server."""
+                network = Paused() if depth else nn.Sequential(Paused(), Paused())
+                mine = torch.optim.SGD(network.parameters(), lr=1e-3)
+                theirs = depth and RemoteOptimizer(trunk.parameters(), "sgd", lr=1e-3)
                 begin = time.perf_counter()
                 for _ in range(int(count)):
-                    with trunk.pipeline(depth) as through:
-                        for h in through(bottom(x) for _ in range(MICRO)):
+                    made = (network(x) for _ in range(MICRO))
+                    with trunk.pipeline(depth) if depth else nullcontext(iter) as through:
+                        for h in through(made):
                             h.sum().backward()
                     mine.step()
-                    theirs.step(**how)
+                    if depth:
+                        theirs.step(**how)
                     mine.zero_grad()
-                assert trunk.step
-                return (time.perf_counter() - begin) / int(count)
-
-            def unsplit():
-                network = nn.Sequential(Paused(), Paused())
-                optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-                begin = time.perf_counter()
-                for _ in range(int(count)):
-                    for _ in range(MICRO):
-                        network(x).sum().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                assert trunk.step or not depth
                 return (time.perf_counter() - begin) / int(count)
 
             for i in range(-1, int(rounds)):
                 for name, do in (
-                    ("alone", unsplit),
+                    ("alone", lambda: taken(0)),
                     ("1", lambda: taken(1)),
                     ("4", lambda: taken(4)),
                     (str(MICRO), lambda: taken(MICRO)),
