@@ -563,18 +563,14 @@ def guest(address: str, seed: str) -> None:
     client = tf.connect(address)
     print("connected", flush=True)
 
-    def job(i: int) -> Callable[[], None]:
+    def work(i: int) -> None:
         rng = random.Random(f"{seed}/{i}")
         kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=4)
-
-        def work() -> None:
-            while True:
-                act(rng, client, kept, f"g{rng.randrange(8)}")
-
-        return work
+        while True:
+            act(rng, client, kept, f"g{rng.randrange(8)}")
 
     tally = Tally("guest")
-    gather(tally, [job(i) for i in range(3)], lambda: (tally.over.wait(), os._exit(3))[0])
+    gather(tally, [functools.partial(work, i) for i in range(3)], lambda: (tally.over.wait(), os._exit(3))[0])
 
 
 def act(rng: random.Random, client: tf.Client, kept: collections.deque[tuple[Any, bytes]], name: str) -> str:
@@ -714,10 +710,10 @@ def program_kills(tally: Tally, n: int, seed: int) -> None:
     for _ in range(n):
         if tally.over.is_set():
             break
-        stop, seeds = threading.Event(), [rng.random() for _ in kept]
+        stop = threading.Event()
 
-        def job(i: int, stop: threading.Event = stop, seeds: list[float] = seeds) -> Callable[[], None]:
-            own = random.Random(seeds[i])
+        def work(i: int, stop: threading.Event, seed: float) -> None:
+            own = random.Random(seed)
 
             def one() -> None:
                 if kept[i] and own.random() < 0.2:  # also what the dead program made is an input
@@ -726,12 +722,9 @@ def program_kills(tally: Tally, n: int, seed: int) -> None:
                 else:
                     act(own, client, kept[i], "p")
 
-            def work() -> None:
-                while not stop.is_set() and not tally.over.is_set():
-                    if outcome(tally, one, typed=tf.LinkError) is not None:
-                        again(tally, one, "recovery", 15, tf.LinkError)
-
-            return work
+            while not stop.is_set() and not tally.over.is_set():
+                if outcome(tally, one, typed=tf.LinkError) is not None:
+                    again(tally, one, "recovery", 15, tf.LinkError)
 
         def kill(stop: threading.Event = stop) -> None:
             for _ in range(rng.choice((1, 1, 2))):
@@ -740,7 +733,7 @@ def program_kills(tally: Tally, n: int, seed: int) -> None:
                 tally.add("kills")
             stop.set()
 
-        gather(tally, [job(i) for i in range(len(kept))], kill)
+        gather(tally, [functools.partial(work, i, stop, rng.random()) for i in range(len(kept))], kill)
         for results in kept:
             while results:
                 check(*results.popleft())
@@ -762,30 +755,25 @@ def threads(tally: Tally, seconds: float, seed: int) -> None:
     alive = [time.monotonic()] * 40
     link = own_link()
 
-    def job(i: int) -> Callable[[], None]:
+    def work(i: int) -> None:
         own = random.Random(f"{seed}/{i}")
         kept: collections.deque[tuple[Any, bytes]] = collections.deque(maxlen=2)
-
-        def work() -> None:
-            while time.monotonic() < deadline and not tally.over.is_set():
-                tally.add(act(own, client, kept, f"t{i}"))
-                alive[i] = time.monotonic()
-                if own.random() < 0.02:
-                    gc.collect()
-
-        return work
+        while time.monotonic() < deadline and not tally.over.is_set():
+            tally.add(act(own, client, kept, f"t{i}"))
+            alive[i] = time.monotonic()
+            if own.random() < 0.02:
+                gc.collect()
 
     def middle() -> None:
-        torch = None
-        with contextlib.suppress(ImportError):
-            import torch  # type: ignore[no-redef]
         things: list[Callable[[], None]] = [
             lambda: fork(tally, client, rng),
             lambda: fork(tally, client, rng),
             lambda: runs(tally, rng),
             lambda: dead_parent(tally, server, mark),
         ]
-        if torch is not None:
+        with contextlib.suppress(ImportError):
+            import torch
+
             things.append(lambda: loader(tally, client, torch))
         for thing in itertools.cycle(things):
             if time.monotonic() >= deadline or tally.over.is_set():
@@ -797,7 +785,7 @@ def threads(tally: Tally, seconds: float, seed: int) -> None:
                 faulthandler.dump_traceback(all_threads=True)
                 tally.fail(f"threads {late} are stuck for {STUCK_SECONDS} s")
 
-    gather(tally, [job(i) for i in range(len(alive))], middle)
+    gather(tally, [functools.partial(work, i) for i in range(len(alive))], middle)
     if own_link() != link:
         tally.fail("the link program is another one")
     if not until(lambda: links(mark) == [link], 15):
@@ -1025,17 +1013,14 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
         total = calls * TASKS
         return total / (time.monotonic() - began), (time.process_time() - cpu) / total * 1e6
 
-    def thread(calls: int) -> Callable[[], None]:
-        def work() -> None:
-            for _ in range(calls):
-                client.compute("relu", x_in)
-
-        return work
+    def thread(calls: int) -> None:
+        for _ in range(calls):
+            client.compute("relu", x_in)
 
     rounds = [
         (
             *measured(lambda calls: asyncio.run(by_tasks(lambda c, _: small(c, calls)))),
-            *measured(lambda calls: gather(tally, [thread(calls)] * TASKS)),
+            *measured(lambda calls: gather(tally, [lambda: thread(calls)] * TASKS)),
         )
         for _ in range(5)
     ]
@@ -1049,32 +1034,29 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
     server.stop(tally)
 
 
-def training(name: str) -> Callable[[Tally, int, int], None]:
-    """Return a part of stress_training, which needs torch."""
+def training(name: str, tally: Tally, n: int, seed: int) -> None:
+    """Do a part of stress_training, which needs torch."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        print("torch is not installed: nothing is trained", flush=True)
+        return
+    sys.modules["stress"] = sys.modules[__name__]
+    import stress_training
 
-    def part(tally: Tally, n: int, seed: int) -> None:
-        try:
-            import torch  # noqa: F401
-        except ImportError:
-            print("torch is not installed: nothing is trained", flush=True)
-            return
-        sys.modules["stress"] = sys.modules[__name__]
-        import stress_training
-
-        getattr(stress_training, name)(tally, n, seed)
-
-    return part
+    getattr(stress_training, name)(tally, n, seed)
 
 
+part = functools.partial(functools.partial, training)
 COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
     "program-kills": (program_kills, 50, 6, "kill the program of a link"),
     "connects": (connects, 1000, 60, "connect and close"),
     "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
-    "training-faults": (training("faults"), 300, 10, "train while processes are killed, and compare the curve"),
-    "training-sessions": (training("sessions"), 1000, 30, "keep a graph, and vanish"),
-    "training-steps": (training("steps"), 10_000, 200, "train for long"),
+    "training-faults": (part("faults"), 300, 10, "train while processes are killed, and compare the curve"),
+    "training-sessions": (part("sessions"), 1000, 30, "keep a graph, and vanish"),
+    "training-steps": (part("steps"), 10_000, 200, "train for long"),
 }
 
 
