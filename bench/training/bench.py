@@ -48,13 +48,10 @@ def measure(options: argparse.Namespace) -> None:
             **environment,
         )  # fmt: skip
         ferry = children.start(sys.executable, ends, "ferry", server, **environment)
-        said, rpc, missing = children.start(sys.executable, ends, "rpc-server", **environment).said, None, ""
-        if said.startswith("missing"):
-            missing = said
-        else:
-            rpc = children.start(sys.executable, ends, "rpc", said, **environment)
+        said = children.start(sys.executable, ends, "rpc-server", **environment).said
+        rpc = None if said.startswith("missing") else children.start(sys.executable, ends, "rpc", said, **environment)
         calls_and_rounds(options, ferry)
-        throughput(options, ferry, rpc, missing)
+        throughput(options, ferry, rpc, said)
         wire(options, ferry)
         where(options, ferry)
 
@@ -80,7 +77,7 @@ def calls_and_rounds(options: argparse.Namespace, ferry: Child) -> None:
         line(f"call of the {title}", all, "µs", f"{inside} of them in the worker and its link")
 
 
-def throughput(options: argparse.Namespace, ferry: Child, rpc: Child | None, missing: str) -> None:
+def throughput(options: argparse.Namespace, ferry: Child, rpc: Child | None, rpc_said: str) -> None:
     who = steps(ferry, ("alone", "split", "unwaited", "pipeline"), options.steps)
     if rpc:
         who |= steps(rpc, ("rpc",), options.steps)
@@ -89,8 +86,8 @@ def throughput(options: argparse.Namespace, ferry: Child, rpc: Child | None, mis
     rates = {name: [options.steps * BATCH / x["seconds"] for x in all] for name, all in said.items()}
     for name, all in rates.items():
         line(NAMES[name], all, "images/s", "" if name == "alone" else beside(all, rates["alone"]) + " of unsplit")
-    if missing:
-        print(f"  {NAMES['rpc']}: {missing}")
+    if not rpc:
+        print(f"  {NAMES['rpc']}: {rpc_said}")
     for name, all in said.items():  # each begins anew in each round
         most = 0.0 if name in ("split", "unwaited") else 1e-3
         off = max(abs(x["loss"] - y["loss"]) for x, y in zip(all, said["alone"]))
