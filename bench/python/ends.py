@@ -137,7 +137,6 @@ def grpcio_server():
     server.start()
     print(f"127.0.0.1:{port}", flush=True)
     sys.stdin.read()
-    server.stop(1).wait()
 
 
 def bare(_):

@@ -224,8 +224,7 @@ def links(mark: str) -> list[int]:
 
 def own_link() -> int:
     """Return the link program of this process. Another thread may be about to start it."""
-    found: list[int] = until(lambda: [p for p in children(os.getpid()) if arguments(p)[1:2] == ["link"]], 10)
-    return found[0]
+    return int(until(lambda: [p for p in children(os.getpid()) if arguments(p)[1:2] == ["link"]], 10)[0])
 
 
 def kill_own_link() -> None:
@@ -651,7 +650,6 @@ def client_kills(tally: Tally, n: int, seed: int) -> None:
             mark = uuid.uuid4().hex
             begun = begin("_guest", server.address, f"{seed}/{k}", mark=mark, env={"TMPDIR": temporary})
             with begun as child:
-                assert child.stdout is not None
                 at = rng.choice(("at its start", "connecting", "at work", "at work", "at work"))
                 if at != "at its start":
                     child.stdout.readline()
@@ -858,7 +856,6 @@ def parent(address: str) -> None:
 def dead_parent(tally: Tally, server: Server, mark: str) -> None:
     """Kill a process that has a link and a child. The link's program ends, the child lives."""
     with begin("_parent", server.address, mark=mark, stdin=subprocess.PIPE) as one:
-        assert one.stdout is not None
         numbers = one.stdout.readline().split()
         if len(numbers) != 2:
             tally.fail("a process that forks does not start")
@@ -873,7 +870,6 @@ def dead_parent(tally: Tally, server: Server, mark: str) -> None:
             tally.took("end of a dead parent's program", killed, 5)
             if child.ended(0):
                 tally.fail("the child has ended too")
-            assert one.stdin is not None
             one.stdin.close()
             child.ended(10)
     tally.add("dead parents")
@@ -985,17 +981,15 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
     def rest() -> dict[str, int]:
         client.compute("echo", x)  # reads what the program says of calls that were cancelled
         gc.collect()
-        assert client._link is not None
         client._link.trim()
         now = usage(os.getpid())
-        own = re.search(rb"^RssAnon:\s+(\d+)", read("/proc/self/status"), re.M)
-        assert own is not None
+        (own,) = re.findall(rb"^RssAnon:\s+(\d+)", read("/proc/self/status"), re.M)
         return {
             "pending": len(client._link.pending),
             "threads": now["threads"],
             "mappings": now["mappings"],  # the program keeps as many as were needed at a time
             "descriptors but theirs": now["descriptors"] - now["mappings"],
-            "own MiB": int(own[1]) >> 10,
+            "own MiB": int(own) >> 10,
         }
 
     x_in = tf.Tensor(x, (256,), "float32") if numpy is None else numpy.frombuffer(x, "f4")
@@ -1047,16 +1041,15 @@ def training(name: str, tally: Tally, n: int, seed: int) -> None:
     getattr(stress_training, name)(tally, n, seed)
 
 
-part = functools.partial(functools.partial, training)
 COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
     "program-kills": (program_kills, 50, 6, "kill the program of a link"),
     "connects": (connects, 1000, 60, "connect and close"),
     "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
-    "training-faults": (part("faults"), 300, 10, "train while processes are killed, and compare the curve"),
-    "training-sessions": (part("sessions"), 1000, 30, "keep a graph, and vanish"),
-    "training-steps": (part("steps"), 10_000, 200, "train for long"),
+    "training-faults": (lambda *how: training("faults", *how), 300, 10, "train while processes are killed"),
+    "training-sessions": (lambda *how: training("sessions", *how), 1000, 30, "keep a graph, and vanish"),
+    "training-steps": (lambda *how: training("steps", *how), 10_000, 200, "train for long"),
 }
 
 
