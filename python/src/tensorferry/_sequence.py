@@ -31,7 +31,7 @@ class Sequence:
         self._number = 0  # on the link
         self._turn = threading.Lock()
         self._run: Optional[Run] = None  # of the last step
-        self._rows = 0
+        self._said = b'{"rows":0}'  # of the last step that was answered; few ask for it
 
     def __enter__(self) -> Sequence:
         return self
@@ -45,7 +45,7 @@ class Sequence:
             link.later(_wire.ASK, self._number)
 
     def __repr__(self) -> str:
-        return f"<tensorferry.Sequence of {self._model}, {self._rows} rows{', closed' if self._link is None else ''}>"
+        return f"<tensorferry.Sequence of {self._model}, {self.rows} rows{', closed' if self._link is None else ''}>"
 
     def _begin(self) -> Steps[Sequence]:
         said = yield from self._client._ask("sequence", 30.0, **self._ask)
@@ -76,7 +76,7 @@ class Sequence:
             self._run = run = yield from self._client._start("", given, None, timeout, out, None, None, of=of)
             yield from run.finish(None)
             outputs = run.collect()
-            self._rows = _wire.from_json(run.raw)["rows"]
+            self._said = run.raw
         finally:
             self._turn.release()
         return next(iter(outputs.values())) if len(outputs) == 1 else outputs
@@ -94,7 +94,7 @@ class Sequence:
     @property
     def rows(self) -> int:
         """How many rows have been answered."""
-        return self._rows
+        return int(_wire.from_json(self._said)["rows"])
 
     @property
     def timings(self) -> Optional[Timings]:
