@@ -202,7 +202,7 @@ func TestACallMayLeaveOutWhatIsOptional(t *testing.T) {
 		"": `input "x"`, "table": `input "x"`, "table bias": `input "bias"`, "bias x": `input "x"`, "x other": `input "*"`, "x x": `input "*"`,
 	} {
 		var c engine.Call
-		for _, port := range strings.Fields(call) {
+		for port := range strings.FieldsSeq(call) {
 			c.Inputs = append(c.Inputs, engine.Input{Port: port, Desc: tensor.Desc{DType: tensor.Uint8, Shape: tensor.Shape{3, 2}}, ChunkBytes: 1})
 		}
 		rows, err := info.Check(c)

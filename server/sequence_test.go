@@ -140,7 +140,7 @@ func TestSequencesOfAPeerThatObeysNoRule(t *testing.T) {
 	// Another session has no part in it.
 	other := openRaw(t, f.addr)
 	other.ends(other.sendStep(stepping(id, 0, 1)), codes.FailedPrecondition, "STATE_LOST", "")
-	other.stream.CloseSend()
+	require.NoError(t, other.stream.CloseSend())
 
 	// Two at a time, and an end while one computes: the state is closed when that is over.
 	busy := r.sendStep(stepping(id, 9, 1))

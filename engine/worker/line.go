@@ -42,8 +42,8 @@ func (l *line) take(some func(*program) bool, to *blocks.Queue) {
 }
 
 // len is how many blocks there are.
-func (l line) len() (n int) {
-	for _, p := range l {
+func (l *line) len() (n int) {
+	for _, p := range *l {
 		n += p.queue.Len()
 	}
 	return n

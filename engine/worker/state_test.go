@@ -199,7 +199,8 @@ func TestASequenceStaysWithItsProcess(t *testing.T) {
 	anew := beginSequence(t, h, "anew") // by the process that has none
 	first, _ := anew.well(0, 1)
 	require.NotContains(t, pids, first.PID)
-	for _, s := range append(all, anew) {
+	anew.state.Close()
+	for _, s := range all {
 		s.state.Close()
 	}
 	require.Zero(t, gauge(h, "worker_states"))

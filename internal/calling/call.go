@@ -70,7 +70,9 @@ type Call struct {
 
 // Call starts a call and returns without waiting for it. Cancelling ctx cancels the call.
 // Inputs are shared until Wait has returned.
-func (s *Session) Call(ctx context.Context, r Request) (*Call, error) { return s.call(ctx, r, nil, nil) }
+func (s *Session) Call(ctx context.Context, r Request) (*Call, error) {
+	return s.call(ctx, r, nil, nil)
+}
 
 // call starts a call, which is of a sequence unless of is nil, and a step of it unless step is nil.
 func (s *Session) call(ctx context.Context, r Request, step *Sequence, of *frame.Sequence) (*Call, error) {

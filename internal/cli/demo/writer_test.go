@@ -72,7 +72,7 @@ func TestColumnsBreakBetweenWords(t *testing.T) {
 		"One two three four five six seven    One TWO three four five six seven",
 		"eight nine ten.                      eight nine ten.",
 		"A                                    A",
-		"wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww  wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww",
+		strings.Repeat("w", 35) + "  " + strings.Repeat("w", 35),
 		"wwwww end.                           wwwww end.",
 	}
 	for _, live := range []bool{false, true} {
