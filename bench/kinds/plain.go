@@ -26,7 +26,9 @@ const (
 // steps is tensorferry with one sequence, each of whose results has memory of its own.
 var steps = bench.Kind{
 	Name: Steps, OwnMemory: true,
-	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error { return serve(ctx, l, p, server.Config{}, nil) },
+	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
+		return serve(ctx, l, p, server.Config{}, nil)
+	},
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		c, err := client.Dial(bench.Address(p), client.Config{})
 		if err != nil {

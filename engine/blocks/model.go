@@ -35,8 +35,7 @@ type Bound struct {
 
 	MostRows int64 // in a block, unless so few make too many blocks of a chunk; 0: no bound
 
-	Scratch []int64 // bytes per row of each RowBlock.Scratch; only with results of their Own
-	Memory  []int64 // bytes that count in the budget beside all blocks, each
+	Memory []int64 // bytes that count in the budget beside all blocks, each
 }
 
 // Results say where the results of a block lie.

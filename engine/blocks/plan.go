@@ -121,11 +121,7 @@ func newPlan(info engine.Info, c engine.Call, rows int64, b Bound) (plan, error)
 	p.chunk = chunk
 	switch b.Results {
 	case Own:
-		for _, w := range b.Scratch {
-			p.outBlock = add(p.outBlock, align(mul(held, w)))
-		}
-		block := p.results()
-		p.outBlock = slabBytes(add(p.outBlock, block))
+		p.outBlock = slabBytes(p.results())
 		p.minOut, p.wantOut = p.slots(p.minOut, p.outBlock)
 	case Given:
 		p.window()
@@ -253,9 +249,9 @@ func mul(a, b int64) int64 {
 	return a * b
 }
 
-// carve cuts mem into one view per port, rows of width bytes each, and returns
-// the rest. A port of width none gets no view, one of 0 bytes an empty one.
-func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) {
+// carve cuts mem into one view per port, rows of width bytes each. A port of width none
+// gets no view, one of 0 bytes an empty one.
+func carve(mem []byte, views [][]byte, width []int64, rows int64) {
 	for i, w := range width {
 		switch n := w * rows; {
 		case w == none:
@@ -267,7 +263,6 @@ func carve(mem []byte, views [][]byte, width []int64, rows int64) (rest []byte) 
 			mem = mem[align(n):]
 		}
 	}
-	return mem
 }
 
 // sum adds sizes, of which that of no port counts nothing.

@@ -189,7 +189,7 @@ func (r *run) grow(in, out int64) {
 func (r *run) newWork() *Work {
 	n := len(r.info.Outputs)
 	w := &Work{RowBlock: r.job, Program: r.bound.Program, run: r, release: make([]func(), n), held: make([]bool, n)}
-	w.Out, w.Scratch = make([][]byte, n), make([][]byte, len(r.bound.Scratch))
+	w.Out = make([][]byte, n)
 	for port := range n {
 		w.release[port] = func() { w.released(port) }
 	}
@@ -342,8 +342,7 @@ func (r *run) ready() *Work {
 					return nil
 				}
 			}
-			rest := carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
-			carve(rest, w.Scratch, r.bound.Scratch, s.block.Rows)
+			carve(bytesOf(w.slab), w.Out, r.plan.outRow, s.block.Rows)
 		case InPlace:
 			split := slices.IndexFunc(s.block.In, func(data []byte) bool { return data != nil })
 			w.Out[0], w.shared = s.block.In[split], true

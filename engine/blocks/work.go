@@ -24,7 +24,6 @@ type RowBlock struct {
 	Descs     []tensor.Desc     // of the whole inputs, read-only
 	OutDescs  []tensor.Desc     // of the whole outputs, read-only
 	Params    map[string]string // of the call, read-only
-	Scratch   [][]byte          // memory beside, as much as the model's Bound asks for
 }
 
 // Times is where the time of a block went.
