@@ -14,7 +14,7 @@ type SequenceRequest struct {
 	Params  map[string]string // of each step
 }
 
-// Sequence is a row of calls of a model, its steps, that share a state on the server, such as
+// Sequence is a series of calls of a model, its steps, that share a state on the server, such as
 // the keys and values of attention. It lives on its session, and ends if no step comes for as long as
 // a session may be idle, or with a step that fails after it has begun; the error of any further one has
 // reason.StateLost. Its methods are safe for concurrent use: while a step is under way, others are refused.
@@ -41,7 +41,8 @@ func (c *Client) Sequence(ctx context.Context, r SequenceRequest) (q *Sequence, 
 	return q, err
 }
 
-// Step runs the model on the next rows, and returns theirs of the result. It shares x until it returns.
+// Step runs the model on the next rows, and returns theirs of its only result; a model of several needs
+// Call. It shares x until it returns.
 func (q *Sequence) Step(ctx context.Context, x tensor.Tensor) (tensor.Tensor, error) {
 	return compute(ctx, q.Call, "", x, nil)
 }

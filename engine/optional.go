@@ -37,7 +37,7 @@ type Sequencer interface {
 	Begin(ctx context.Context, q Sequence) (State, error)
 }
 
-// Sequence is a row of calls of a model, one after the other, as its Begin sees them.
+// Sequence is a series of calls of a model, one after the other, as its Begin sees them.
 type Sequence struct {
 	ID        tensor.ID
 	Principal *slab.Principal   // holds the memory that the state takes

@@ -167,6 +167,7 @@ var examples = map[reason.Reason]example{
 	reason.ModelParam:       compute("echo", client.Request{Params: map[string]string{"none": "1"}}),
 	reason.ModelPorts:       compute("echo", client.Request{Inputs: []client.Input{{Port: "none", Desc: one.Desc, Data: one.Data}}}),
 	reason.ModelState:       model(engine.ErrPrecondition),
+	reason.StateLost:        model(engine.ErrStateLost),
 	reason.ModelFailed:      model(errors.New("a defect")),
 	reason.ModelUnavailable: model(engine.ErrUnavailable),
 	reason.CallTimeout:      compute("waits", client.Request{Timeout: 50 * time.Millisecond}),

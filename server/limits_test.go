@@ -48,6 +48,7 @@ var shownBy = map[string][]string{
 	"lanes_per_session":        {"TestALaneWithoutAValidTokenIsRefused"},
 	"sessions":                 {"TestLimitsOfTheServerAreNamedWhenTheyAreReached"},
 	"calls":                    {"TestLimitsOfTheServerAreNamedWhenTheyAreReached", "TestOneComputeOverTheCallsOfTheServerIsRefusedAsLater"},
+	"sequences":                {"TestOneSequenceOverTheLimitIsRefusedAsLater"},
 	"transfers":                {"TestTransfersOverTheLimitAreRefusedAsLater"},
 	"stored_tensor_bytes":      {"TestLimitsOfAPushAreReachedAndNotPassed"},
 	"tensors_per_transfer":     {"TestLimitsOfAPushAreReachedAndNotPassed", "TestABadPullIsRefusedBeforeAnythingIsSent", "TestABadRequestAboutTheStoreIsRefusedAndSaysWhy"},

@@ -3,6 +3,7 @@ package server_test
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"math"
 	"sync/atomic"
 	"testing"
@@ -11,9 +12,12 @@ import (
 	"google.golang.org/grpc/codes"
 
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
+	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/reason"
+	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
@@ -128,7 +132,7 @@ func TestSequencesOfAPeerThatObeysNoRule(t *testing.T) {
 	r.ends(one(first), codes.OK, "", "")
 	r.ends(one(beginning(id, "counter", 5)), codes.InvalidArgument, "", "has begun before")
 	require.EqualValues(t, 1, r.ends(r.sendStep(stepping(id, 0, 1)), codes.OK, "", "").Rows)
-	r.ends(r.sendStep(stepping(id, 0, 5)), codes.FailedPrecondition, "MODEL_REFUSES_INPUT", "a step of 5 rows after 1 of at most 5")
+	r.ends(r.sendStep(stepping(id, 0, 5)), codes.FailedPrecondition, "", "a step of 5 rows, and its sequence has room for 4 of its 5")
 	o := stepping(id, 0, 1)
 	require.EqualValues(t, 2, r.ends(r.sendStep(o), codes.OK, "", "").Rows)
 	for _, in := range r.results {
@@ -169,4 +173,30 @@ func TestSequencesOfAPeerThatObeysNoRule(t *testing.T) {
 	r.ends(o.call, codes.Canceled, "", "")
 	r.end()
 	testkit.Eventually(t, func() bool { return open.Load() == 0 && f.counters(t)["sequences"] == 0 }, "nothing is left")
+}
+
+func TestOneSequenceOverTheLimitIsRefusedAsLater(t *testing.T) {
+	testkit.Start(t)
+	f := serve(t, func(c *server.Config) { c.QueuedCalls = 8 })
+	open, _ := addCounter(t, f)
+	s := f.session(t, client.Config{})
+	begin := func() (*client.Sequence, error) {
+		return s.Sequence(t.Context(), client.SequenceRequest{Model: "counter", MaxRows: 1})
+	}
+	for range 6 { // the rest is for others
+		_, err := begin()
+		require.NoError(t, err)
+	}
+	_, err := begin()
+	require.ErrorContains(t, err, "sequences: the limit of the server is 8")
+	own, ok := errors.AsType[*client.Error](err)
+	require.True(t, ok)
+	require.Equal(t, reason.Open, own.Why())
+	require.True(t, own.Retryable())
+	require.EqualValues(t, 1, f.counters(t)["sequences_refused_total"])
+	q, err := f.session(t, client.Config{}).Sequence(t.Context(), client.SequenceRequest{Model: "counter", MaxRows: 1})
+	require.NoError(t, err)
+	require.NoError(t, q.Close())
+	require.NoError(t, s.Close())
+	testkit.Eventually(t, func() bool { return open.Load() == 0 && f.counters(t)["sequences"] == 0 }, "none is left")
 }

@@ -41,7 +41,7 @@ func NewHost(c HostConfig) *Host {
 	memory := cmp.Or(max(c.MemoryBytes, 0), defaultMemory)
 	h := &Host{
 		pool: slab.NewPool(memory, slab.System), budget: slab.NewBudget("memory", memory),
-		kept:    slab.NewBudget("memory of sequences", memory/keptShare),
+		kept:    slab.NewBudget("sequence", memory/keptShare),
 		workers: newWorkers(cmp.Or(max(c.Workers, 0), runtime.GOMAXPROCS(0))),
 	}
 	h.engine = blocks.New(blocks.Config{Name: "cpu", Device: h.workers, Pool: h.pool, Budget: h.budget})

@@ -94,7 +94,7 @@ func (s *state) grew(told []byte) error {
 		if said.State > h.cfg.MemoryBytes/keptShare {
 			what = slab.ErrBudget
 		}
-		return fmt.Errorf("%w: the state of the sequence has %d bytes, and what model %q keeps may have %d more", what, said.State, h.cfg.Name, left)
+		return fmt.Errorf("%w: the state of the sequence has %d bytes; with what else model %q keeps it may have %d; keep less in call.state", what, said.State, h.cfg.Name, left)
 	}
 	if s.over == nil {
 		s.charge(max(0, said.State))

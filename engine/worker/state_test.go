@@ -332,7 +332,7 @@ func TestTheBytesOfAStateAreBounded(t *testing.T) {
 	require.EqualValues(t, 22<<20, used)
 	err := grow(one, 21) // 20 are left
 	require.ErrorIs(t, err, slab.ErrMemory)
-	require.ErrorContains(t, err, "the state of the sequence has 22020096 bytes, and what model \"remembers\" keeps may have 20971520")
+	require.ErrorContains(t, err, "the state of the sequence has 22020096 bytes; with what else model \"remembers\" keeps it may have 20971520")
 	one.state.Close()
 	log.closes(t, "one", 1)
 	require.NoError(t, grow(two, 32))

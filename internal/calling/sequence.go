@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/reason"
@@ -13,7 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// Sequence is a row of calls that share a state of a model. Its methods are safe for concurrent use.
+// Sequence is a series of calls that share a state of a model. Its methods are safe for concurrent use.
 type Sequence struct {
 	session *Session
 	id      tensor.ID
@@ -64,9 +65,9 @@ func (q *Sequence) failed(err error) error {
 	own, ok := errors.AsType[*Error](err)
 	switch ended := q.session.Cause(); {
 	case ended != nil:
-		q.end("its session has ended", ended)
+		q.end("its connection to the server has ended: "+status.Convert(ended).Message(), nil)
 		return q.lost
-	case ok && !own.Refused:
+	case ok && (!own.Refused || own.Reason == reason.StateLost):
 		q.end("a step has failed", err)
 	}
 	return err

@@ -40,6 +40,7 @@ type Failure struct {
 	RetryMillis int64  `json:"retry_millis,omitempty"` // when waiting helps; else 0
 	Retryable   bool   `json:"retryable"`              // the same can succeed later
 	Call        string `json:"call,omitempty"`         // the server's id of what failed
+	Reason      string `json:"reason,omitempty"`       // of package reason
 }
 
 // Verb asks a server, and writes a JSON value.

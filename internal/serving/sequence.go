@@ -17,7 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/terms"
 )
 
-// sequence is a row of calls of a session that share a state of the model. One at a time has
+// sequence is a series of calls of a session that share a state of the model. One at a time has
 // it: a step. What follows rows is guarded by the session's lock.
 type sequence struct {
 	session *Session
@@ -77,7 +77,7 @@ func (c *call) begin(ctx context.Context, part frame.Sequence, params map[string
 func (q *sequence) open(ctx context.Context, cancel context.CancelCauseFunc) (err error) {
 	core, info := q.session.core, q.model.Info()
 	if info.Rows == 0 || len(info.Inputs) == 0 {
-		return fmt.Errorf("%w: %q takes whole tensors, and a sequence brings rows; call it without one, or declare its rows", engine.ErrPrecondition, q.name)
+		return fmt.Errorf("%w: model %q takes whole tensors, so it has no sequences; use ordinary calls, or, if it is yours, declare its rows", engine.ErrPrecondition, q.name)
 	}
 	if err := info.CheckParams(q.params); err != nil {
 		return err
@@ -144,7 +144,7 @@ func (q *sequence) prepare(ctx context.Context, call *engine.Call) (rows int64, 
 		rows, err = info.Check(*call)
 	}
 	if err == nil && rows > q.most-q.rows {
-		err = fmt.Errorf("%w: model %q: a step of %d rows after %d of at most %d", engine.ErrInput, q.name, rows, q.rows, q.most)
+		err = refusal("FAILED_PRECONDITION", "model %q: a step of %d rows, and its sequence has room for %d of its %d; begin one with a larger max_rows", q.name, rows, q.most-q.rows, q.most)
 	}
 	return rows, err
 }

@@ -87,14 +87,15 @@ class Sequences(unittest.TestCase):
             s.step(row(1))
             for bad, says in (
                 (tf.Tensor(b"123", dtype="uint8", shape=(1, 3)), "wanted uint8 of shape"),
-                (row(1, 3), "a step of 3 rows after 1 of at most 3"),
+                (row(1, 3), "a step of 3 rows, and its sequence has room for 2 of its 3"),
             ):
                 with self.assertRaisesRegex(tf.FailedPrecondition, says):
                     s.step(bad)
             with self.assertRaisesRegex(tf.InvalidArgument, "takes inputs"):
                 s.step(z=row(1))
-            with self.assertRaisesRegex(tf.InvalidArgument, "has inputs"):
-                s.step()
+            for wrong in (s.step, lambda: s.step(row(1), z=row(1)), lambda: s.step(row(1), out=bytearray(2))):
+                with self.assertRaisesRegex(TypeError, "step takes a tensor|out is by result"):
+                    wrong()
             self.assertEqual(bytes(s.step(row(1))), b"\2\2")
         for model, rows, error in (("none", 1, tf.NotFound), ("sums", 0, tf.InvalidArgument)):
             with self.assertRaises(error):
@@ -107,8 +108,9 @@ class Sequences(unittest.TestCase):
             s.step(row(1, 2))
             with self.assertRaisesRegex(tf.Error, "a row that is none"):
                 s.step(row(255))
-            with self.assertRaisesRegex(tf.FailedPrecondition, "over after 2 rows: a step has failed"):
+            with self.assertRaisesRegex(tf.FailedPrecondition, "over after 2 rows: a step has failed") as lost:
                 s.step(row(1))
+            self.assertEqual(lost.exception.reason, "STATE_LOST")
 
     def test_two_threads(self) -> None:
         with self.client.sequence("sums", max_rows=1000) as s:
@@ -118,7 +120,7 @@ class Sequences(unittest.TestCase):
                 for _ in range(50):
                     try:
                         done.append(s.step(row(1)))
-                    except tf.InvalidArgument as err:
+                    except tf.FailedPrecondition as err:
                         refused.append(err)
 
             threads = [threading.Thread(target=steps) for _ in range(3)]
@@ -146,6 +148,10 @@ class Sequences(unittest.TestCase):
                 with self.assertRaises(tf.NotFound):
                     async with client.sequence("none", max_rows=9):
                         pass
+                with self.assertRaisesRegex(ValueError, "use async with"):
+                    await client.sequence("sums", max_rows=9).step(row(1))
+                with self.assertRaisesRegex(TypeError, "use async with"), client.sequence("sums", max_rows=9):
+                    pass
 
         asyncio.run(main())
 

@@ -20,13 +20,17 @@ const stepBytes = 1 << 20
 // result before it reads on.
 func (o *RunOptions) sequence(ctx context.Context, model string, params map[string]string, std files.Streams) (err error) {
 	if !o.Input.Given() || len(o.Inputs)+len(o.Outputs) > 0 || o.AsJSON || o.Timings {
-		return fail.Usage("--sequence takes raw rows from stdin and writes those of the result to stdout: give --dtype and --shape, whose first axis is the most rows, and neither --input, --output, --json nor --timings")
+		return fail.Usage("--sequence takes raw rows from stdin and writes those of the result to stdout: give --dtype and --shape, whose first axis, or the second behind a 1, is the most rows, and neither --input, --output, --json nor --timings")
 	}
 	d, _, err := files.ParseDesc(o.Input.DType, o.Input.Shape)
 	if err != nil {
 		return err
 	}
-	_, row, err := d.Rows(min(1, len(d.Shape)))
+	axis := 0 // of the rows
+	if len(d.Shape) > 1 && d.Shape[0] == 1 {
+		axis = 1 // positions of one item
+	}
+	_, row, err := d.Rows(min(axis+1, len(d.Shape)))
 	if err == nil && (len(d.Shape) == 0 || row == 0) {
 		err = fmt.Errorf("%v has no rows of bytes", d)
 	}
@@ -38,7 +42,7 @@ func (o *RunOptions) sequence(ctx context.Context, model string, params map[stri
 		return err
 	}
 	defer cl.Close()
-	q, err := cl.Sequence(ctx, client.SequenceRequest{Model: model, MaxRows: d.Shape[0], Params: params})
+	q, err := cl.Sequence(ctx, client.SequenceRequest{Model: model, MaxRows: d.Shape[axis], Params: params})
 	if err != nil {
 		return err
 	}
@@ -48,7 +52,8 @@ func (o *RunOptions) sequence(ctx context.Context, model string, params map[stri
 		n, read := files.Interruptible(waiting, func() (int, error) { return std.In.Read(buf[have:]) })
 		have += int64(n)
 		if rows := have / row; rows > 0 {
-			x := tensor.Tensor{Desc: tensor.Desc{DType: d.DType, Shape: append(tensor.Shape{rows}, d.Shape[1:]...)}, Data: buf[:rows*row]}
+			x := tensor.Tensor{Desc: d.Clone(), Data: buf[:rows*row]}
+			x.Shape[axis] = rows
 			y, err := o.step(ctx, q, x)
 			if err != nil {
 				return err

@@ -113,7 +113,7 @@ func explain(err error) relay.Failure {
 	case !errors.As(err, &e):
 		return relay.Failure{Message: fail.Text(err), Code: uint16(status.FromContextError(err).Code())}
 	}
-	f := relay.Failure{Message: fail.Text(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds(), Retryable: e.Retryable()}
+	f := relay.Failure{Message: fail.Text(err), Code: uint16(e.Code), RetryMillis: e.RetryAfter.Milliseconds(), Retryable: e.Retryable(), Reason: string(e.Why())}
 	if !e.Call.IsZero() {
 		f.Call = e.Call.String()
 	}

@@ -26,14 +26,16 @@ the results arrive.
 -i x=a.npy reads input x from a.npy, unless there is a file x=a.npy. -o y=b.npy writes
 result y to b.npy; to write a file y=b.npy, use -o ./y=b.npy.
 
-With --sequence the input is rows, and --shape says how many there are at most: each step
-of a sequence brings those that have come, and writes theirs of the result.
+With --sequence, run reads raw rows from stdin, sends those that have arrived as the next
+step of a sequence, whose state stays on the server, and writes theirs of the result.
+--shape says how many rows there are at most, along its first axis, or along the second if
+the first is 1, as for the positions of a transformer. --timeout is for each step.
 
 Raw input that is longer than its shape is an error, except from a device. Run does
 not wait for a pipe to be closed.`,
 		Example: `  tensorferry run relu --input x.npy --output y.npy
   cat x.bin | tensorferry run affine --param a=2 --param b=1 --dtype float32 --shape 1000,64 > y.bin
-  bottom | tensorferry run trunk --sequence --dtype float32 --shape 512,768 | top
+  bottom | tensorferry run trunk --sequence --dtype float32 --shape 1,512,768 | top
   tensorferry run trunk --input h=weights.safetensors:hidden --output y.npy`,
 		Args: Takes(1, "MODEL"),
 		RunE: func(c *cobra.Command, args []string) error { return o.Run(c.Context(), args[0], streamsOf(c)) },

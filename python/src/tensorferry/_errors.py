@@ -20,9 +20,11 @@ class Error(Exception):
         retry_after: seconds to wait before; None if nobody knows.
         call: the server's id of the call, push or pull that failed; may be empty. The server
             has the cause under it, as tensorferry info --call shows.
+        reason: why, for programs, such as "STATE_LOST" (docs/errors.md); may be empty.
     """
 
     code = "UNKNOWN"
+    reason = ""
     _retryable = False
 
     def __init__(self, message: str, *, hint: str = "", retry_after: Optional[float] = None, call: str = ""):
@@ -163,4 +165,5 @@ def from_code(code: int, says: dict[str, Any]) -> Error:
     )
     made = kind(message, hint=hint, retry_after=retry, call=call)
     made.retryable = bool(says.get("retryable", made.retryable))
+    made.reason = str(says.get("reason", ""))
     return made

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Sequence:
-    """A row of calls of a model, its steps, that share a state on the server. Client.sequence begins one.
+    """A series of calls of a model, its steps, that share a state on the server. Client.sequence begins one.
 
     A step that fails after it has begun ends the sequence. Leaving its with, or dropping it, ends it, too.
     It is for any thread; while one is in a step, others are refused.
@@ -67,11 +67,15 @@ class Sequence:
         Several results are a dict by port. timeout is for the server, in seconds. out is that of Client.call.
         """
         if not self._turn.acquire(False):
-            raise _errors.InvalidArgument("another step of the sequence is under way", hint="wait for its result")
+            raise _errors.FailedPrecondition("another step of the sequence is under way", hint="wait for its result")
         try:
             if self._link is None:
-                raise ValueError("the sequence is closed")
-            given = inputs if x is None else {"": x, **inputs}
+                raise ValueError(f"the sequence {'is closed' if self._number else 'has not begun: use async with'}")
+            if (x is None) == (not inputs):
+                raise TypeError("step takes a tensor, or every input by name: step(x=…, mask=…)")
+            if out is not None and not isinstance(out, Mapping):
+                raise TypeError('out is by result: out={"y": array}')
+            given = inputs or {"": x}
             of = self._link, self._number
             self._run = run = yield from self._client._start("", given, None, timeout, out, None, None, of=of)
             yield from run.finish(None)

@@ -280,7 +280,10 @@ class Call(_client.Call):
 
 
 class Sequence(_sequence.Sequence):
-    """A row of calls that share a state on the server, from async with to its end."""
+    """A series of calls that share a state on the server, from async with to its end."""
+
+    def __enter__(self) -> Sequence:
+        raise TypeError("use async with")
 
     async def __aenter__(self) -> Sequence:
         return cast(Sequence, await _drive(self._begin()))
