@@ -41,8 +41,7 @@ func (c *Client) Sequence(ctx context.Context, r SequenceRequest) (q *Sequence, 
 	return q, err
 }
 
-// Step runs the model on the next rows, and returns theirs of its only result; a model of several needs
-// Call. It shares x until it returns.
+// Step runs the model on the next rows, and returns theirs of its only result. It shares x until then.
 func (q *Sequence) Step(ctx context.Context, x tensor.Tensor) (tensor.Tensor, error) {
 	return compute(ctx, q.Call, "", x, nil)
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/reason"
@@ -65,7 +64,7 @@ func (q *Sequence) failed(err error) error {
 	own, ok := errors.AsType[*Error](err)
 	switch ended := q.session.Cause(); {
 	case ended != nil:
-		q.end("its connection to the server has ended: "+status.Convert(ended).Message(), nil)
+		q.end("its connection to the server has ended: "+textOf(ended), nil)
 		return q.lost
 	case ok && (!own.Refused || own.Reason == reason.StateLost):
 		q.end("a step has failed", err)

@@ -100,6 +100,9 @@ func Wait(e *Error, until error) { e.until = until }
 // CodeOf returns the code of an error.
 func CodeOf(err error) codes.Code { return status.Code(err) }
 
+// textOf returns what an error says, without the code if it is a gRPC status.
+func textOf(err error) string { return status.Convert(err).Message() }
+
 // CauseError returns the error for what this side ended.
 func CauseError(cause error) *Error {
 	if own, ok := errors.AsType[*Error](cause); ok {
