@@ -64,24 +64,22 @@ func (q *Sequence) failed(err error) error {
 	own, ok := errors.AsType[*Error](err)
 	switch ended := q.session.Cause(); {
 	case ended != nil:
-		q.end("its connection to the server has ended: "+textOf(ended), nil)
+		q.end(errors.New("its connection to the server has ended: " + textOf(ended)))
 		return q.lost
 	case ok && (!own.Refused || own.Reason == reason.StateLost):
-		q.end("a step has failed", err)
+		q.end(fmt.Errorf("a step has failed: %w", err))
 	}
 	return err
 }
 
 // end notes why there are no more steps; the session is locked.
-func (q *Sequence) end(why string, cause error) {
-	if q.lost != nil {
-		return
+func (q *Sequence) end(why error) {
+	if q.lost == nil {
+		q.lost = &Error{
+			Code: codes.FailedPrecondition, Reason: reason.StateLost,
+			Cause: fmt.Errorf("client: the sequence is over after %d rows: %w", q.rows, why),
+		}
 	}
-	err := fmt.Errorf("client: the sequence is over after %d rows: %s", q.rows, why)
-	if cause != nil {
-		err = fmt.Errorf("%w: %w", err, cause)
-	}
-	q.lost = &Error{Code: codes.FailedPrecondition, Reason: reason.StateLost, Cause: err}
 }
 
 // Rows returns how many rows have been answered.
@@ -96,7 +94,7 @@ func (q *Sequence) Close(ctx context.Context) error {
 	over := false
 	q.session.Do(func(*stream.Machine, stream.Instant) {
 		over = q.lost != nil
-		q.end("it was closed", nil)
+		q.end(errors.New("it was closed"))
 	})
 	if over {
 		return nil
