@@ -56,6 +56,8 @@ func opsOf(k bench.Kind) []bench.Op {
 		return []bench.Op{measure.Push, measure.Pull, measure.PullToFile, measure.Push, measure.Pull}
 	case name == InMemory:
 		return []bench.Op{measure.Push, measure.PushMany, measure.PushSet, measure.PullMany}
+	case name == Steps, name == Plain:
+		return []bench.Op{bench.Call}
 	case name == Tar:
 		return []bench.Op{measure.PushMany, measure.PushSet, measure.PullMany}
 	case strings.Contains(name, "connections"):
