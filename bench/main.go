@@ -127,6 +127,11 @@ func build(ctx context.Context, ref, dir string) (string, error) {
 			return "", err
 		}
 	}
+	if _, err := os.Stat(source + "/client/sequence.go"); errors.Is(err, fs.ErrNotExist) {
+		if err := os.Remove(source + "/bench/kinds/steps.go"); err != nil {
+			return "", err
+		}
+	}
 	for file, text := range since {
 		if err := os.Mkdir(filepath.Dir(source+file), 0o755); errors.Is(err, fs.ErrExist) {
 			continue

@@ -3,7 +3,6 @@ package kinds
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"net"
 	"time"
@@ -11,9 +10,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
-	"github.com/tensorferry/tensorferry/client"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/server"
 )
 
 // Steps names tensorferry whose calls are steps of a sequence, as README shows them, and
@@ -22,34 +19,6 @@ const (
 	Steps = bench.Tensorferry + ", steps"
 	Plain = "gRPC stream, BytesValue"
 )
-
-// steps is tensorferry with one sequence, each of whose results has memory of its own.
-var steps = bench.Kind{
-	Name: Steps, OwnMemory: true,
-	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
-		return serve(ctx, l, p, server.Config{}, nil)
-	},
-	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
-		c, err := client.Dial(bench.Address(p), client.Config{})
-		if err != nil {
-			return bench.Client{}, err
-		}
-		q, err := c.Sequence(ctx, client.SequenceRequest{Model: "echo", MaxRows: 1 << 62})
-		if err != nil {
-			return bench.Client{}, errors.Join(err, c.Close())
-		}
-		return bench.Client{
-			Run: func(ctx context.Context, _ bench.Op, _ *time.Time) error {
-				y, err := q.Step(ctx, bench.Floats(p.Source))
-				if err == nil && copy(p.To, y.Data) != len(p.Source) {
-					err = fmt.Errorf("bench: a result of %d bytes", len(y.Data))
-				}
-				return err
-			},
-			Close: func() error { return errors.Join(q.Close(), c.Close()) },
-		}, nil
-	},
-}
 
 // plain echoes a message of a stream.
 var plain = bench.Kind{
