@@ -55,8 +55,8 @@ func (q *Sequence) Call(ctx context.Context, r Request) (*Call, error) {
 // Rows returns how many rows have been answered.
 func (q *Sequence) Rows() int64 { return q.on.Rows() }
 
-// Close ends the sequence, and waits for the server at most OpenTimeout, unless it is over
-// already. A step that is under way goes on.
+// Close ends the sequence, and waits for the server at most OpenTimeout. A step that is under way
+// goes on. A second time is a no-op.
 func (q *Sequence) Close() error {
 	ctx, stop := context.WithTimeoutCause(context.Background(), q.client.cfg.OpenTimeout, q.client.noAnswer())
 	defer stop()

@@ -278,6 +278,30 @@ func TestAFailedStepEndsTheSequence(t *testing.T) {
 	}
 }
 
+func TestAStepThatDoesNotBeginLeavesNothingBehind(t *testing.T) {
+	testkit.Start(t)
+	f, m := sumsFixture(t, client.Config{}, func(*serverConfig) {})
+	q := begin(t, f.client, 1<<20)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	_, err := q.Step(ctx, rowsOf(t, 1, 1))
+	require.Equal(t, codes.Canceled, status.Code(err))
+	require.EqualValues(t, 1, last(t, q, rowsOf(t, 1, 1)), "nothing was sent")
+	// Nor does one that waits for memory when it is cancelled: its end is for Close to tell.
+	f.host.Budget().Hold(nil, 512*mib)
+	c, err := q.Call(t.Context(), client.Request{Inputs: []client.Input{client.From("", rowsOf(t, 1, 1<<18))}})
+	require.NoError(t, err)
+	testkit.Eventually(t, func() bool { return counters(t, f)["calls"] == 1 }, "it waits")
+	c.Cancel()
+	_, err = c.Wait()
+	require.Equal(t, codes.Canceled, status.Code(err))
+	testkit.Eventually(t, func() bool { return counters(t, f)["calls"] == 0 }, "it waits no more")
+	f.host.Budget().Release(nil, 512*mib)
+	require.EqualValues(t, 1, m.states.Load())
+	require.NoError(t, q.Close())
+	m.gone(t, f)
+}
+
 func TestTwoStepsAtATimeAreRefused(t *testing.T) {
 	testkit.Start(t)
 	f, m := sumsFixture(t, client.Config{}, func(*serverConfig) {})

@@ -19,8 +19,9 @@ type Sequence struct {
 	id      tensor.ID
 
 	// Guarded by the session's lock.
-	rows uint64
-	lost error // why it has ended
+	rows   uint64
+	lost   error // why it has ended
+	closed bool
 }
 
 // Begin begins a sequence, of a model and params that r has, and waits for the server. All steps
@@ -53,7 +54,7 @@ func (q *Sequence) Call(ctx context.Context, r Request) (c *Call, err error) {
 	case r.Model != "" || len(r.Params) > 0 || len(r.Inputs) == 0:
 		return nil, fmt.Errorf("%w: a step of a sequence has inputs, and the model and the params that the sequence began with", Causes.Input)
 	}
-	if c, err = q.session.call(ctx, r, q, &frame.Sequence{ID: q.id}); err != nil {
+	if c, err = q.session.call(ctx, r, q, &frame.Sequence{ID: q.id}); err != nil && q.session.Cause() != nil { // else nothing was sent
 		q.session.Do(func(*stream.Machine, stream.Instant) { err = q.failed(err) })
 	}
 	return c, err
@@ -88,15 +89,15 @@ func (q *Sequence) Rows() (n int64) {
 	return n
 }
 
-// Close ends the sequence and waits for the server, unless it is over already. A step that is
-// under way goes on.
+// Close ends the sequence and waits for the server, also after a step that has failed on this side
+// alone: there it may not have begun. A step that is under way goes on.
 func (q *Sequence) Close(ctx context.Context) error {
-	over := false
+	again := false
 	q.session.Do(func(*stream.Machine, stream.Instant) {
-		over = q.lost != nil
+		again, q.closed = q.closed, true
 		q.end(errors.New("it was closed"))
 	})
-	if over {
+	if again {
 		return nil
 	}
 	c, err := q.session.call(ctx, Request{}, nil, &frame.Sequence{ID: q.id, End: true})

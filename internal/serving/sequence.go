@@ -18,7 +18,7 @@ import (
 )
 
 // sequence is a series of calls of a session that share a state of the model. One at a time has
-// it: a step. What follows rows is guarded by the session's lock.
+// it: a step. The fields from rows on are guarded by the session's lock.
 type sequence struct {
 	session *Session
 	id      tensor.ID
