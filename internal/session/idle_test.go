@@ -1,6 +1,7 @@
 package session
 
 import (
+	"bytes"
 	"io"
 	"runtime"
 	"strings"
@@ -91,20 +92,30 @@ func TestGoroutinesThatRunCallsTakeTurnsToRead(t *testing.T) {
 				time.Sleep(time.Millisecond)
 			}
 		}
+		goroutines := func() int {
+			stacks := make([]byte, 1<<20)
+			stacks = stacks[:runtime.Stack(stacks, true)]
+			return bytes.Count(stacks, []byte("created by github.com/tensorferry/tensorferry/internal/session.(*Session)"))
+		}
+		follows := func() bool {
+			server.sess.mu.Lock()
+			defer server.sess.mu.Unlock()
+			return server.sess.following
+		}
 		rest := func() int {
 			time.Sleep(time.Second)
 			synctest.Wait()
-			return runtime.NumGoroutine()
+			return goroutines()
 		}
 		call()
 		idle := rest()
 		for range 20 {
 			call()
-			require.True(t, server.sess.following)
-			require.LessOrEqual(t, runtime.NumGoroutine(), idle+2, "a follower and a writer")
+			require.True(t, follows())
+			require.LessOrEqual(t, goroutines(), idle+2, "a follower and a writer")
 		}
 		require.Equal(t, idle, rest())
-		require.False(t, server.sess.following)
+		require.False(t, follows())
 		require.Equal(t, 21, ran)
 		client.over(io.EOF)
 		server.over(io.EOF)
