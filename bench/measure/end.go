@@ -83,7 +83,10 @@ func ServeEnd(ctx context.Context, in io.Reader, out io.WriteCloser, kinds []ben
 
 // BeEnd has a process that was started as an end be one, and exit.
 func BeEnd(kinds []bench.Kind) {
-	if len(os.Args) != 2 || os.Args[1] != EndArgument {
+	switch {
+	case len(os.Args) == 2 && os.Args[1] == busyArgument:
+		beBusy()
+	case len(os.Args) != 2 || os.Args[1] != EndArgument:
 		return
 	}
 	if err := ServeEnd(context.Background(), os.Stdin, os.Stdout, kinds); err != nil {

@@ -50,3 +50,15 @@ func TestAnEndEndsWithItsInput(t *testing.T) {
 type nopCloser struct{ io.Writer }
 
 func (nopCloser) Close() error { return nil }
+
+func TestBusyLoopsEndWithTheirInputAndWithTheContext(t *testing.T) {
+	testkit.Start(t)
+	end, err := Busy(t.Context())
+	require.NoError(t, err)
+	require.NoError(t, end())
+	ctx, cancel := context.WithCancel(t.Context())
+	end, err = Busy(ctx)
+	require.NoError(t, err)
+	cancel()
+	require.NoError(t, end())
+}

@@ -20,6 +20,7 @@ type Report struct {
 	// LoadAfter is the machine's load at the end, which our own work is a part of.
 	LoadAfter   string        `json:"load_after,omitempty"`
 	Smoke       bool          `json:"smoke"`
+	Busy        bool          `json:"busy,omitempty"` // beside loops of the least priority
 	Comparisons []*Comparison `json:"comparisons"`
 }
 
@@ -43,6 +44,9 @@ func (r *Report) WriteText(w io.Writer) error {
 	fmt.Fprintf(w, "%s · load %s at the end · %s\n", r.Machine, cmp.Or(r.LoadAfter, "unknown"), r.Date)
 	if r.Smoke {
 		fmt.Fprintln(w, "SMOKE RUN: sizes and repetitions are too small for the figures to mean anything")
+	}
+	if r.Busy {
+		fmt.Fprintln(w, "every core is busy with a loop of the least priority")
 	}
 	loaded := func(x *Comparison) bool { return strings.Contains(x.Who, "connections") }
 	for _, part := range []struct {
@@ -69,8 +73,8 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 	t := tabwriter.NewWriter(w, 0, 4, 2, ' ', 0)
 	var last Comparison
 	worse, olds := 0, 0
-	row := func(where, work, who string, f Figures, op bench.Op, rest string) {
-		speed, cost := f.text(op)
+	row := func(where, work, who string, f Figures, x *Comparison, rest string) {
+		speed, cost := f.text(x.Work, x.Bytes)
 		if strings.Contains(who, "connections") {
 			cost += fmt.Sprintf("  %d, %d MiB", (f.Server+1<<19)>>20, (f.Client+1<<19)>>20)
 		}
@@ -88,7 +92,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 			if x.Beside == "" {
 				alone = fmt.Sprintf("\t\t\t\t%d\t%v", len(x.Pairs), x.Required)
 			}
-			row(x.Net, fmt.Sprintf("%s of %s", x.Work, bench.ByteText(x.Bytes)), x.Who, x.Ours, x.Work, alone)
+			row(x.Net, fmt.Sprintf("%s of %s", x.Work, bench.ByteText(x.Bytes)), x.Who, x.Ours, x, alone)
 		}
 		if last = *x; x.Beside == "" {
 			continue
@@ -110,7 +114,7 @@ func (r *Report) write(w io.Writer, title string, has func(*Comparison) bool) er
 				required = "WORSE: " + strings.Join(what, ", ")
 			}
 		}
-		row("", "", "  beside "+x.Beside, x.Theirs, x.Work, fmt.Sprintf("%s\t%s\t%d\t%s", x.Ratio, x.Cost, len(x.Pairs), required))
+		row("", "", "  beside "+x.Beside, x.Theirs, x, fmt.Sprintf("%s\t%s\t%d\t%s", x.Ratio, x.Cost, len(x.Pairs), required))
 	}
 	if olds > 0 {
 		fmt.Fprintf(t, "%d of %d ratios to the old program are worse by more than their ±\n", worse, olds)
@@ -134,12 +138,18 @@ func (r *Required) String() string {
 }
 
 // text returns speed and cost, as they matter for the work.
-func (f Figures) text(work bench.Op) (speed, cost string) {
+func (f Figures) text(work bench.Op, size int) (speed, cost string) {
+	cpu := ""
+	if f.CPU > 0 {
+		cpu = ", " + bench.TimeText(time.Duration(f.CPU*float64(size))) + " CPU"
+	}
 	switch {
 	case work == FirstResult:
 		return bench.TimeText(f.Time), fmt.Sprintf("%.3f of the call", f.OfTotal)
 	case latency[work]:
-		return bench.TimeText(f.Time) + " p50", bench.TimeText(f.P99) + " p99"
+		return bench.TimeText(f.Time) + " p50", bench.TimeText(f.P99) + " p99" + cpu
+	case work == AtOnce:
+		return fmt.Sprintf("%.0f calls/s", 1/f.Time.Seconds()), strings.TrimPrefix(cpu, ", ")
 	case f.CPU > 0:
 		cost = fmt.Sprintf("%.2f cpu-s/GB", f.CPU)
 	}

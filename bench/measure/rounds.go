@@ -30,7 +30,13 @@ const (
 	PushMany bench.Op = "push-many"
 	PushSet  bench.Op = "push-set"
 	PullMany bench.Op = "pull-many"
+	// AtOnce is a batch of calls, many of them at a time over one connection: its time is
+	// that of all for each.
+	AtOnce bench.Op = "calls-at-once"
 )
+
+// batched has the operations that are batches, of so many times as many calls.
+var batched = map[bench.Op]int{bench.Call: 1, CallBeside: 1, AtOnce: 8}
 
 // latency has the operations whose time counts, not their rate.
 var latency = map[bench.Op]bool{bench.Call: true, FirstResult: true, CallBeside: true}
@@ -175,10 +181,7 @@ func (c Config) Measure(ctx context.Context, g Group) (all []*Comparison, err er
 	for _, op := range g.Ops {
 		var peers []Peer
 		for i, e := range g.Entrants {
-			job := Job{Op: op}
-			if op == bench.Call || op == CallBeside {
-				job.Count = c.Batch
-			}
+			job := Job{Op: op, Count: c.Batch * batched[op]}
 			peers = append(peers, Peer{e.Name(), func(ctx context.Context) (bench.Sample, error) { return entered[i].Do(ctx, job) }})
 		}
 		part, err := c.Rounds(ctx, Comparison{Net: g.Net, Work: op, Bytes: g.Size}, peers...)
@@ -294,6 +297,7 @@ func (x *Comparison) figures(side func(Pair) bench.Sample) Figures {
 type Rule struct {
 	Net         string
 	Work        bench.Op
+	Bytes       int // 0 is any size
 	Who, Beside string
 	Ratio, Cost *Required
 }
@@ -301,7 +305,7 @@ type Rule struct {
 // hold holds the figures against the rules.
 func (c Config) hold(x *Comparison) {
 	for _, r := range c.Rules {
-		if r.Net == x.Net && r.Work == x.Work && r.Who == x.Who && (r.Beside == "") == (x.Beside == "") && strings.HasPrefix(x.Beside, r.Beside) {
+		if r.Net == x.Net && r.Work == x.Work && (r.Bytes == 0 || r.Bytes == x.Bytes) && r.Who == x.Who && (r.Beside == "") == (x.Beside == "") && strings.HasPrefix(x.Beside, r.Beside) {
 			figure := x.Ratio.Median
 			if x.Beside == "" {
 				figure = x.Ours.OfTotal
