@@ -30,7 +30,7 @@ LIMIT := $(if $(shell command -v timeout),timeout 300)
 
 .DEFAULT_GOAL := check
 .PHONY: help check checks nightly test race nocgo cuda ptxas cuda-mutants gpu-build gpu-day lint lint-go lint-proto breaking generated tidy-check \
-	examples grpcurl-check old-new bench-smoke demo bench bench-memory floods bench-peers bench-roads bench-against bench-load build \
+	examples grpcurl-check old-new bench-smoke demo bench bench-memory floods bench-calls bench-peers bench-roads bench-against bench-load build \
 	wheel wheel-arm64 python python-examples lint-python bench-python bench-python-memory bench-training bench-dropins stress-python stress-python-smoke \
 	stress-lanes stress-sessions stress-receive stress-crash stress-restarts stress-soak stress-smoke schedules fuzz fuzz-1m generate reference packages kernels fmt vectors scripts-rewrite bench-peers-results states-rewrite
 
@@ -53,6 +53,9 @@ floods: ## Every flood of a server, and 200 sessions that end while their result
 
 bench-peers: ## Measure upload and echo beside Arrow Flight in C++ and Go, gRPC and raw sockets
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) . -python $$p
+
+bench-calls: ## Measure small calls and steps as users write them beside unary and stream gRPC, quiet and with every core busy
+	cd bench && $(GO) run $(STAMP) . -calls 512,8192,30000 -rounds 25 && $(GO) run $(STAMP) . -calls 512,8192,30000 -rounds 25 -busy
 
 bench-roads: ## Measure over links of 50 and 100 ms between two network namespaces, beside iperf3, raw sockets, gRPC and Flight
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) ./roads -python $$p
@@ -202,7 +205,7 @@ bench-smoke: ## Test the benchmarks, and run every part of each briefly, in Pyth
 	cd bench && $(GO) test ./...
 	$(GO) run ./cmd/tensorferry bench --quick --net both
 	$(GO) run ./cmd/tensorferry bench --quick --memory
-	@$(PEERS_PYTHON) && $(GO) run . -quick -machine && $(GO) run . -quick -python $$p && $(GO) run . -quick -against '$(AGAINST)' && \
+	@$(PEERS_PYTHON) && $(GO) run . -quick -machine && $(GO) run . -quick -busy -calls 512,30000 && $(GO) run . -quick -python $$p && $(GO) run . -quick -against '$(AGAINST)' && \
 		$(GO) run ./roads -quick -python $$p
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py --quick $(TORCH_PYTHON) && $$p bench/python/memory.py --quick && \
 		GO='$(GO)' $(TRAINING_PYTHON) bench/training/bench.py --quick && $(TRAINING_PYTHON) bench/dropins/bench.py --go '$(GO)' --grpc $$p --quick

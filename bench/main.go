@@ -18,6 +18,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/tensorferry/tensorferry/bench/kinds"
@@ -43,7 +44,9 @@ func run(ctx context.Context) error {
 	python := flag.String("python", "", "a `Python` with pyarrow and isal, for Arrow Flight in C++")
 	machine := flag.Bool("machine", false, "compare with raw sockets, stock gRPC, TLS, tar and cp, not with peers")
 	load := flag.Bool("load", false, "measure 1 to 16 connections with 1 to 64 calls in flight, and their memory")
-	out := flag.String("out", "", "write page and samples to a `folder`, too: peers.*, machine.*, against.* or load.*")
+	calls := flag.String("calls", "", "measure small calls of these `sizes`, with commas between, as README shows them and as one writes them without")
+	busy := flag.Bool("busy", false, "keep every core busy beside it, with loops of the least priority")
+	out := flag.String("out", "", "write page and samples to a `folder`, too: peers.*, machine.*, calls.*, against.* or load.*")
 	flag.Parse()
 	if flag.NArg() > 0 {
 		return fmt.Errorf("%q; give no argument", flag.Args())
@@ -80,6 +83,15 @@ func run(ctx context.Context) error {
 	switch {
 	case *machine:
 		groups, name = kinds.Suite(nets, tensorBytes), "machine"
+	case *calls != "":
+		for text := range strings.SplitSeq(*calls, ",") {
+			size, err := strconv.Atoi(text)
+			if err != nil {
+				return err
+			}
+			groups = append(groups, kinds.Calls(nets, size)...)
+		}
+		name = "calls"
 	case *load:
 		groups, name = loads(nets, old), "load"
 	case old != nil:
@@ -100,11 +112,19 @@ func run(ctx context.Context) error {
 			groups[i].Size = c.Size
 		}
 	}
+	if *busy {
+		end, err := measure.Busy(ctx)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = end() }() // what was measured stands
+	}
 	done, err := c.Run(ctx, slices.DeleteFunc(groups, func(g measure.Group) bool { return len(g.Ops) == 0 }))
 	if err != nil {
 		return err
 	}
 	r.Report = *done
+	r.Busy = *busy
 	return write(r, os.Stdout, *out, name)
 }
 

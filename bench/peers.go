@@ -110,7 +110,7 @@ func peers(nets []string, batches []Batch) (groups []measure.Group) {
 				add(measure.Group{Net: net, Size: tensorBytes, Ops: []bench.Op{op}}, bench.OursWith(sum), append(others, flights(op, sum)...)...)
 			}
 		}
-		add(measure.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, bench.Tensorferry, measure.Beside(bench.StockGRPC, bench.RawName(codec.CRC32C, 1<<20))...)
+		add(measure.Group{Net: net, Size: bench.SmallBytes, Ops: []bench.Op{bench.Call}}, kinds.Compute, measure.Beside(kinds.Plain, kinds.Unary, bench.RawName(codec.CRC32C, 1<<20))...)
 	}
 	return groups
 }
@@ -151,11 +151,12 @@ func turns(nets []string, old []string) (groups []measure.Group) {
 		}
 		for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 			add(tensorBytes, both, bench.OursWith(sum), bench.RawName(sum, 1<<20), bench.RawName(sum, 256<<10))
-			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum), bench.StockGRPC)
 			add(tensorBytes, both, bench.OursWith(sum)+kinds.NoLanes)
-			add(bench.SmallBytes, []bench.Op{bench.Call}, bench.OursWith(sum)+kinds.NoLanes)
 		}
 		add(tensorBytes, []bench.Op{bench.Upload, bench.Echo, bench.ReLU, measure.FirstResult, measure.CallBeside}, bench.Tensorferry)
+		for _, size := range []int{512, 8 << 10, bench.SmallBytes} {
+			add(size, []bench.Op{bench.Call, measure.AtOnce}, kinds.Compute, kinds.Plain)
+		}
 		add(bench.SmallBytes, []bench.Op{bench.Call}, bench.Tensorferry)
 		add(tensorBytes, []bench.Op{measure.Pull, measure.PullToFile, measure.Push}, kinds.Folder)
 		add(tensorBytes, []bench.Op{measure.Push}, kinds.InMemory)

@@ -12,7 +12,11 @@ import (
 // All are the kinds of this package, and those of internal/bench.
 func All() []bench.Kind {
 	stock := bench.Stock(bench.StockGRPC, bench.ChunkBytes)
-	all := append(append(ourKinds(), newer...), plain, rawStored, tarred, copying, stock, encrypted(StockTLS, stock), bench.Stock(StockSmall, 1<<10))
+	all := append(append(ourKinds(), newer...), rawStored, tarred, copying, stock, encrypted(StockTLS, stock), bench.Stock(StockSmall, 1<<10),
+		computed, computedTLS)
+	for _, k := range []bench.Kind{plain(Plain, streams), plain(Unary, unary)} {
+		all = append(all, k, encrypted(k.Name+OverTLS, k))
+	}
 	for _, size := range []int{bench.ChunkBytes, bench.SmallPiece} {
 		for _, sum := range []codec.Checksum{0, codec.CRC32C, codec.CRC32} {
 			all = append(all, bench.Raw(sum, size))
@@ -24,6 +28,9 @@ func All() []bench.Kind {
 
 // newer are kinds of what older commits do not have: that of steps.go, where it is.
 var newer []bench.Kind
+
+// Steps names tensorferry whose calls are steps of a sequence, as README shows them.
+const Steps = bench.Tensorferry + ", steps"
 
 // StockTLS names stock gRPC that is encrypted, and StockSmall that with messages of 1 KiB:
 // many small tensors, which have no names.

@@ -56,8 +56,8 @@ func opsOf(k bench.Kind) []bench.Op {
 		return []bench.Op{measure.Push, measure.Pull, measure.PullToFile, measure.Push, measure.Pull}
 	case name == InMemory:
 		return []bench.Op{measure.Push, measure.PushMany, measure.PushSet, measure.PullMany}
-	case name == Steps, name == Plain:
-		return []bench.Op{bench.Call}
+	case strings.HasPrefix(name, Steps), strings.HasPrefix(name, Compute), strings.Contains(name, "BytesValue"):
+		return []bench.Op{bench.Call, measure.AtOnce}
 	case name == Tar:
 		return []bench.Op{measure.PushMany, measure.PushSet, measure.PullMany}
 	case strings.Contains(name, "connections"):

@@ -1,6 +1,8 @@
 package kinds
 
 const (
+	// atOnce is how many calls are on their way in a sample of AtOnce.
+	atOnce = 64
 	// uploadsBeside is the maximum number of uploads in a sample of CallBeside.
 	uploadsBeside = 5
 	// copyBytes is the size of each read and write when a file is copied, as cp's is.

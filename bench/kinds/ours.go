@@ -82,13 +82,7 @@ type keeper func(bench.Place, *slab.Pool) (store.Store, error)
 // secured is tensorferry over TLS, with certificates in the folder of both ends.
 var secured = bench.Kind{
 	Name: TLS, OwnMemory: true,
-	Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
-		creds, err := serverCredentials(p)
-		if err != nil {
-			return errors.Join(err, l.Close())
-		}
-		return serve(ctx, l, p, server.Config{Credentials: creds}, nil)
-	},
+	Serve: overTLS,
 	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
 		creds, err := clientCredentials(p)
 		if err != nil {
@@ -96,6 +90,19 @@ var secured = bench.Kind{
 		}
 		return ours(TLS, client.Config{Credentials: creds, Checksum: codec.CRC32C}, Load{1, 1}, nil).Dial(ctx, p)
 	},
+}
+
+// inClear and overTLS serve the built-in models.
+func inClear(ctx context.Context, l net.Listener, p bench.Place) error {
+	return serve(ctx, l, p, server.Config{}, nil)
+}
+
+func overTLS(ctx context.Context, l net.Listener, p bench.Place) error {
+	creds, err := serverCredentials(p)
+	if err != nil {
+		return errors.Join(err, l.Close())
+	}
+	return serve(ctx, l, p, server.Config{Credentials: creds}, nil)
 }
 
 // serve serves the built-in models until ctx ends. It is handed l.

@@ -19,7 +19,7 @@ const OverTLS = ", TLS"
 // encrypted is a kind over connections that are encrypted as tensorferry's are.
 func encrypted(name string, k bench.Kind) bench.Kind {
 	return bench.Kind{
-		Name: name,
+		Name: name, OwnMemory: k.OwnMemory,
 		Serve: func(ctx context.Context, l net.Listener, p bench.Place) error {
 			creds, err := serverCredentials(p)
 			if err != nil {
