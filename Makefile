@@ -87,7 +87,7 @@ stress-receive: ## Hold a server to its memory while peers send what nobody cons
 stress-crash: ## Kill servers during pushes and sets, and clients during sets and pulls, 200 of each
 	cd stress && $(GO) run $(STAMP) . crash
 
-stress-restarts: ## End and start a server 200 times under 16 clients in Go and 8 in Python with retries
+stress-restarts: ## End and start a server 200 times under 16 clients with retries
 	cd stress && $(GO) run $(STAMP) . restarts
 
 stress-lanes: ## Cut, stall, slow and damage 2 000 lanes, of 1 to 16 in a session, plain and in TLS, or drain, half-close and revoke their sessions, under load; then 300 with the race detector

@@ -50,8 +50,7 @@ type environment struct {
 	seed               uint64
 	folder             string
 	only, tls          string
-	inGo, inPython     int
-	python             string
+	clients            int
 }
 
 // flags declares the flags; each says whose it is.
@@ -66,9 +65,7 @@ func (e *environment) flags(f *flag.FlagSet) {
 	f.DurationVar(&e.lasts, "for", 0, "receive: how `long` each attack lasts (20s); soak: how long all of it (20m)")
 	f.StringVar(&e.only, "only", "", "receive: the `name` of the only attack")
 	f.StringVar(&e.tls, "tls", "folder", "soak: the `stores` whose servers are reached over TLS with a token, of folder and memory, with a comma between")
-	f.IntVar(&e.inGo, "go", 16, "restarts: `how many` clients are in Go")
-	f.IntVar(&e.inPython, "python-clients", 8, "restarts: `how many` are in Python")
-	f.StringVar(&e.python, "python", "python3", "restarts: the `interpreter`")
+	f.IntVar(&e.clients, "clients", 16, "restarts: `how many` clients")
 }
 
 func main() {

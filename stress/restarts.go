@@ -6,7 +6,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -14,7 +13,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -26,7 +24,6 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/engine/cpu"
 	"github.com/tensorferry/tensorferry/internal/bench"
-	"github.com/tensorferry/tensorferry/internal/harness"
 	"github.com/tensorferry/tensorferry/internal/proc"
 	"github.com/tensorferry/tensorferry/server"
 	"github.com/tensorferry/tensorferry/store/memory"
@@ -108,9 +105,8 @@ type outcome struct {
 	err    string // "" is success
 }
 
-// runRestarts ends a server at random under clients in Go and Python that repeat what fails,
-// and starts it again: no call may be lost that retries cover, and no other may be
-// computed twice.
+// runRestarts ends a server at random under clients that repeat what fails, and starts it
+// again: no call may be lost that retries cover, and no other may be computed twice.
 func runRestarts(ctx context.Context, e *environment) error {
 	fmt.Fprintf(e.out, "seed %d\n", e.seed)
 	self, err := os.Executable()
@@ -150,16 +146,12 @@ func runRestarts(ctx context.Context, e *environment) error {
 			}
 		})
 	})
-	for i := range e.inGo {
+	for i := range e.clients {
 		clients.Go(func() { // likewise
 			if err := calls(address, client.Config{Retry: retry.Exponential()}, &over, uint64(i)<<32, heard); err != nil {
 				e.add("%v", err)
 			}
 		})
-	}
-	guest, err := e.pythonClients(ctx, address, heard)
-	if err != nil {
-		return err
 	}
 	random := rand.New(rand.NewPCG(e.seed, 0))
 	for i := range e.kills {
@@ -181,10 +173,10 @@ func runRestarts(ctx context.Context, e *environment) error {
 	}
 	over.Store(true)
 	clients.Wait()
-	if err := errors.Join(guest(), s.Stop()); err != nil {
+	if err := s.Stop(); err != nil {
 		return err
 	}
-	fmt.Fprintf(e.out, "%d restarts, %d clients in Go, %d in Python\n", e.kills, e.inGo, e.inPython)
+	fmt.Fprintf(e.out, "%d restarts, %d clients\n", e.kills, e.clients)
 	if len(first) > 0 {
 		fmt.Fprintf(e.out, "with Wait, first success after the port is open: median %v, longest %v\n",
 			bench.Quantile(first, 0.5).Round(time.Millisecond), slices.Max(first).Round(time.Millisecond))
@@ -217,47 +209,6 @@ func calls(address string, cfg client.Config, over *atomic.Bool, number uint64, 
 	return nil
 }
 
-// pythonClients starts the clients in Python. end waits for them.
-func (e *environment) pythonClients(ctx context.Context, address string, tell func(outcome)) (end func() error, err error) {
-	if e.inPython == 0 {
-		return func() error { return nil }, nil
-	}
-	top, err := harness.Top(ctx)
-	if err != nil {
-		return nil, err
-	}
-	c := proc.New(exec.CommandContext(ctx, e.python, filepath.Join(top, "python", "stress", "restarts.py"), address, strconv.Itoa(e.inPython)))
-	c.Log.Each = func(line string) { fmt.Fprintln(e.out, line) }
-	c.Env = append(c.Env, "TENSORFERRY_BIN="+e.command, "PYTHONPATH="+filepath.Join(top, "python", "src"))
-	out, err := c.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	done := make(chan error, 1)
-	go func() { done <- read(out, tell) }() // ends with the process
-	return func() error {
-		_ = c.In.Close()
-		return errors.Join(<-done, c.Wait())
-	}, nil
-}
-
-// read reads outcomes: model, number and error, with spaces between.
-func read(r io.Reader, tell func(outcome)) error {
-	lines := bufio.NewScanner(r)
-	for lines.Scan() {
-		words := strings.SplitN(lines.Text(), " ", 3)
-		if len(words) < 2 {
-			return fmt.Errorf("a line that is not an outcome: %q", lines.Text())
-		}
-		number, err := strconv.ParseUint(words[1], 10, 64)
-		if err != nil {
-			return err
-		}
-		tell(outcome{words[0], number, strings.Join(words[2:], "")})
-	}
-	return lines.Err()
-}
-
 // compare compares what clients heard with what models did.
 func (e *environment) compare(journal string, heard []outcome) error {
 	file, err := os.Open(journal)
@@ -266,13 +217,17 @@ func (e *environment) compare(journal string, heard []outcome) error {
 	}
 	defer file.Close()
 	ran := make(map[string]int)
-	if err := read(file, func(o outcome) { ran[fmt.Sprint(o.model, o.number)]++ }); err != nil {
+	lines := bufio.NewScanner(file)
+	for lines.Scan() {
+		ran[lines.Text()]++
+	}
+	if err := lines.Err(); err != nil {
 		return err
 	}
 	count, failures, repeated, lost := make(map[string]int), 0, 0, 0
 	for _, o := range heard {
 		count[o.model]++
-		n := ran[fmt.Sprint(o.model, o.number)]
+		n := ran[fmt.Sprintf("%s %d", o.model, o.number)]
 		if n > 1 {
 			repeated++
 		}
