@@ -1,8 +1,7 @@
 #!/usr/bin/env python3
 """Puts the Python side of tensorferry under stress: processes killed at random moments, forks, threads.
 
-    stress.py worker-kills|client-kills|program-kills|threads|connects|tasks|training-faults|training-sessions|
-        training-steps|smoke
+    stress.py worker-kills|client-kills|program-kills|threads|tasks|training-faults|training-sessions|training-steps
 
 Each command prints a line now and then and a summary, and exits with 1 if something went wrong. It needs nothing but
 the package and the program ($TENSORFERRY_BIN); numpy and torch are used where they are. It reads /proc.
@@ -24,8 +23,6 @@ import random
 import re
 import select
 import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -346,12 +343,8 @@ def as_input(rng: random.Random, data: bytes) -> Any:
     return numpy.frombuffer(data, "uint8")
 
 
-def raw(y: Any) -> bytes:
-    return bytes(y.data) if isinstance(y, tf.Tensor) else bytes(y.tobytes())
-
-
 def check(y: Any, data: bytes) -> None:
-    got = raw(y)
+    got = bytes(y.data) if isinstance(y, tf.Tensor) else bytes(y.tobytes())
     if got != data:
         first = next((i for i, (a, b) in enumerate(zip(got, data)) if a != b), min(len(got), len(data)))
         raise AssertionError(f"{len(got)} bytes differ from the {len(data)} that were expected at {first}")
@@ -766,7 +759,6 @@ def threads(tally: Tally, seconds: float, seed: int) -> None:
         things: list[Callable[[], None]] = [
             lambda: fork(tally, client, rng),
             lambda: fork(tally, client, rng),
-            lambda: runs(tally, rng),
             lambda: dead_parent(tally, server, mark),
         ]
         with contextlib.suppress(ImportError):
@@ -820,14 +812,6 @@ def fork(tally: Tally, client: tf.Client, rng: random.Random) -> None:
         tally.add("forks")
 
 
-def runs(tally: Tally, rng: random.Random) -> None:
-    data = content(rng)
-    done = subprocess.run(["cat"], input=data, stdout=subprocess.PIPE, check=True)
-    if done.stdout != data:
-        tally.fail("subprocess.run gives other bytes")
-    tally.add("subprocesses")
-
-
 def loader(tally: Tally, client: tf.Client, torch: Any) -> None:
     def batch(numbers: list[int]) -> Any:  # in a process of torch's
         return torch.stack([client.compute("echo", torch.full((30_000,), i), timeout=CALL_SECONDS) for i in numbers])
@@ -875,67 +859,11 @@ def dead_parent(tally: Tally, server: Server, mark: str) -> None:
     tally.add("dead parents")
 
 
-def connects(tally: Tally, n: int, seed: int) -> None:
-    server = Server()
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens there
-        nowhere = f"127.0.0.1:{closed.getsockname()[1]}"
-        with tf.connect(server.address) as first:
-            rounds = itertools.count(-min(n, 300))
-
-            def one(rng: random.Random, _: int) -> None:
-                how = rng.choice(("closed", "used", "used", "dropped", "refused", "open call"))
-                if how == "refused":
-                    with tf.connect(nowhere) as c:  # it says so with the first use
-                        try:
-                            c.compute("echo", b"1")
-                            tally.fail("nobody listens, and compute works")
-                        except tf.Unavailable as err:
-                            if isinstance(err, tf.LinkError):
-                                tally.fail(f"nobody listens: {err!r}")
-                else:
-                    c = tf.connect(server.address)
-                    if how in ("used", "dropped"):
-                        data = content(rng, SIZES[:4])
-                        check(c.compute("echo", data), data)
-                    if how == "open call":
-                        call = c.call("slow", {"x": b"1" * 5000}, params={"delay": "10s"})
-                        c.close()
-                        try:
-                            call.result(timeout=10)
-                            tally.fail("a call of a closed client has a result")
-                        except tf.DeadlineExceeded:
-                            tally.fail("a call of a closed client does not end")
-                        except tf.Error:
-                            pass
-                    if how != "dropped":
-                        c.close()
-                    del c
-                tally.add(how)
-
-            def now() -> dict[str, int]:
-                gc.collect()
-                first.compute("echo", b"1" * 5000)  # what nobody closed is closed with the next use
-                mine = {f"own {k}": v for k, v in usage(os.getpid()).items() if k != "MiB"}
-                program = {f"program's {k}": v for k, v in usage(own_link()).items()}
-                return {**mine, **program, **held(first, server.pid)}
-
-            works = [functools.partial(one, random.Random(f"{seed}/{i}")) for i in range(4)]
-            share(tally, rounds, 0, works)
-            base = now()
-            share(tally, rounds, n, works)
-            # The link has memory by size, and by how many use it at a time.
-            slack = {"own mappings": 12, "own descriptors": 12, "program's mappings": 12, "program's descriptors": 12}
-            slack.update({"program's threads": 8, "program's MiB": 24})
-            returns(tally, "all", now, base, {**SLACK, **slack})
-    server.stop(tally)
-
-
 TASKS = 64
 
 
 def tasks(tally: Tally, n: int, seed: int) -> None:
-    """Make n calls by the tasks of an event loop, see that nothing grows, and compare them with threads."""
+    """Make n calls by the tasks of an event loop, and see that nothing grows."""
     server = Server()
     client = tf.connect(server.address)
     x = BLOCK[:1024]
@@ -966,17 +894,10 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
                 tally.add("correct")
             tally.tick()
 
-    async def small(c: tf.aio.Client, calls: int) -> None:
-        for _ in range(calls):
-            await c.compute("relu", x_in)
-
-    async def by_tasks(work: Callable[[tf.aio.Client, int], Any]) -> None:
-        async with tf.aio.connect(server.address) as c:
-            await asyncio.gather(*[work(c, i) for i in range(TASKS)])
-
-    def some(calls: int) -> None:
+    async def some(calls: int) -> None:
         left = iter(range(calls))
-        asyncio.run(by_tasks(lambda c, i: mixed(c, i, left)))
+        async with tf.aio.connect(server.address) as c:
+            await asyncio.gather(*[mixed(c, i, left) for i in range(TASKS)])
 
     def rest() -> dict[str, int]:
         client.compute("echo", x)  # reads what the program says of calls that were cancelled
@@ -992,38 +913,12 @@ def tasks(tally: Tally, n: int, seed: int) -> None:
             "own MiB": int(own) >> 10,
         }
 
-    x_in = tf.Tensor(x, (256,), "float32") if numpy is None else numpy.frombuffer(x, "f4")
-    some(n // 4)
+    asyncio.run(some(n // 4))
     base, served = rest(), held(client, server.pid)
-    some(n)
+    asyncio.run(some(n))
     returns(tally, "this process", rest, base, {"mappings": TASKS, "own MiB": 2 * TASKS})
     returns(tally, "the server", lambda: held(client, server.pid), served, SLACK)
 
-    def measured(run: Callable[[int], Any]) -> tuple[float, float]:
-        """Return the calls in a second, and the microseconds of this process's CPU for each."""
-        began, cpu, calls = time.monotonic(), time.process_time(), n // 5 // TASKS
-        run(calls)
-        tally.tick()
-        total = calls * TASKS
-        return total / (time.monotonic() - began), (time.process_time() - cpu) / total * 1e6
-
-    def thread(calls: int) -> None:
-        for _ in range(calls):
-            client.compute("relu", x_in)
-
-    rounds = [
-        (
-            *measured(lambda calls: asyncio.run(by_tasks(lambda c, _: small(c, calls)))),
-            *measured(lambda calls: gather(tally, [lambda: thread(calls)] * TASKS)),
-        )
-        for _ in range(5)
-    ]
-    a, a_cpu, b, b_cpu = (statistics.median(of) for of in zip(*rounds))
-    print(
-        f"{tally.name}: {TASKS} tasks {a:.0f} calls/s, {a_cpu:.0f} us of CPU; {TASKS} threads {b:.0f} calls/s, "
-        f"{b_cpu:.0f} us of CPU; ratio {statistics.median(r[0] / r[2] for r in rounds):.2f}",
-        flush=True,
-    )
     client.close()
     server.stop(tally)
 
@@ -1045,8 +940,7 @@ COUNTED: dict[str, tuple[Callable[[Tally, int, int], None], int, int, str]] = {
     "worker-kills": (worker_kills, 200, 8, "kill the processes of Python models"),
     "client-kills": (client_kills, 200, 10, "kill Python processes that use a server"),
     "program-kills": (program_kills, 50, 6, "kill the program of a link"),
-    "connects": (connects, 1000, 60, "connect and close"),
-    "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop, beside threads"),
+    "tasks": (tasks, 10_000, 1000, "call from the tasks of an event loop"),
     "training-faults": (lambda *how: training("faults", *how), 300, 10, "train while processes are killed"),
     "training-sessions": (lambda *how: training("sessions", *how), 1000, 30, "keep a graph, and vanish"),
     "training-steps": (lambda *how: training("steps", *how), 10_000, 200, "train for long"),
