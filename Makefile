@@ -60,7 +60,7 @@ bench-calls: ## Measure small calls and steps as users write them beside unary a
 bench-roads: ## Measure over links of 50 and 100 ms between two network namespaces, beside iperf3, raw sockets, gRPC and Flight
 	@$(PEERS_PYTHON) && $(GO) run $(STAMP) ./roads -python $$p
 
-bench-python: ## Measure the Python client beside Go's, stock grpcio, Arrow Flight in C++ and torch.distributed.rpc
+bench-python: ## Measure the Python client beside Go's, unary and stream grpcio, Arrow Flight in C++ and torch.distributed.rpc
 	@$(BENCH_PYTHON) && GO='$(GO)' $$p bench/python/bench.py $(TORCH_PYTHON)
 
 bench-training: ## Measure the training of a torch module of a server beside the unsplit one and torch.distributed.rpc
@@ -98,7 +98,7 @@ stress-soak: ## Put mixed load on two servers for 20 minutes, and see whether an
 	cd stress && $(GO) run $(STAMP) . soak
 
 stress-python: ## Kill workers, clients and programs by the hundred, and 40 threads for a minute, in Python
-	@set -e; for part in worker-kills client-kills program-kills threads tasks connects training-faults training-sessions training-steps; do tools/python-stress $$part; done
+	@set -e; for part in worker-kills client-kills program-kills threads tasks training-faults training-sessions training-steps; do tools/python-stress $$part; done
 
 build: ## Build bin/tensorferry, with the CUDA engine where there is a C compiler
 	$(GO) build -trimpath -tags grpcnotrace -o bin/tensorferry ./cmd/tensorferry

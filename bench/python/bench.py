@@ -26,13 +26,15 @@ NAMES = {
     "go": "Go client",
     "numpy": "Python, ordinary memory",
     "empty": "Python, client.empty()",
-    "stock": "stock_grpcio.py, CRC-32",
+    "stock": "grpcio, our wire, CRC-32",
     "flight": "pyarrow Flight, no checksum",
     "flight-crc": "pyarrow Flight, CRC-32",
     "torch": "torch.distributed.rpc, no checksum",
     "worker": "Go client, Python worker",
     "bare": "bare socket, two Pythons",
+    "unary": "grpcio unary",
     "grpc": "grpcio stream",
+    "model": "Python, a model in Python",
     "whole": "Python, one call",
     "alone": "unsplit",
 }
@@ -42,6 +44,8 @@ WORKS = {
     "upload": ("upload of", EVERYBODY, "sink", False),
     "echo": ("echo of", (*EVERYBODY, "worker"), "echo", False),
     "call": ("call of 30 KB", EVERYBODY, "echo", True),
+    "tiny": ("relu of 512 bytes", ("unary", "grpc", "numpy", "model"), "relu", True),
+    "small": ("relu of 30 KB", ("unary", "grpc", "numpy", "model"), "relu", True),
     "link": ("link alone, 256 KiB", ("numpy", "bare"), "loop", True),
     "step": ("step of 8 KiB", ("grpc", "numpy"), "step", True),
     "prompt": ("step of 2 000 rows of 3 KiB", ("whole", "numpy"), "prompt", True),
@@ -59,9 +63,13 @@ REQUIRED = (
     ("upload", "numpy", "stock", 3),
     ("echo", "numpy", "stock", 3),
     ("echo", "worker", "go", 0.7),
-    ("step", "numpy", "grpc", 1.6),
+    ("tiny", "numpy", "unary", 0.85),
+    ("small", "numpy", "unary", 0.85),
+    ("tiny", "model", "unary", 1.3),
+    ("small", "model", "unary", 1.3),
+    ("step", "numpy", "grpc", 1.2),
     ("prompt", "numpy", "whole", 1.15),
-    ("beyond", "numpy", "grpc", 1.6),
+    ("beyond", "numpy", "grpc", 1.2),
     ("crowd", "numpy", "grpc", 1.0),
 )
 LINK_MICROS = 60
@@ -82,7 +90,8 @@ class Crowd(list[Child]):
 def open_all(options: argparse.Namespace, children: Children, folder: str) -> tuple[dict, dict[str, str]]:
     """Return who can be asked, by name, and why others cannot."""
     models = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    served = [f"--python={name}" for name in ("worker=models:echo", "steps=models:steps", "trunk=models:trunk")]
+    named = {"worker": "echo", "model": "relu", "steps": "steps", "trunk": "trunk"}
+    served = [f"--python={name}=models:{what}" for name, what in named.items()]
     server = children.serve(options.program, "--log-level", "warn", "--python-threads", "1", *served, PYTHONPATH=models)
     go, ends = children.start(build(options.go, "./goend", folder)), HERE / "ends.py"
     clients = {name: lambda work, *more, name=name: go.ask("worker" if name == "worker" else work, server, *more)
@@ -91,8 +100,8 @@ def open_all(options: argparse.Namespace, children: Children, folder: str) -> tu
     for kind, at, n in (("numpy", server, 8), ("empty", server, 1), ("bare", server, 1), ("grpc", rows, 8)):
         command = sys.executable, ends, kind, at
         clients[kind] = Crowd(children.start(*command, TENSORFERRY_BIN=options.program) for _ in range(n)).ask
-    for kind in ("whole", "alone"):
-        clients[kind] = lambda _, *more, kind=kind: clients["numpy"](kind, *more)
+    for kind, who in (("whole", "numpy"), ("alone", "numpy"), ("model", "numpy"), ("unary", "grpc")):
+        clients[kind] = lambda _, *more, kind=kind, who=who: clients[who](kind, *more)
     generated = os.path.join(folder, "stubs")
     stubs(sys.executable, generated, "tensorferry/v1/tensorferry.proto")
     # The stubs are of the package's name, which may be installed; with this they go before it.
@@ -116,19 +125,20 @@ def run(options: argparse.Namespace, clients: dict) -> dict[str, dict[str, list[
     tokens = min(o.calls, 200)
     sizes = {
         "upload": (o.size, 1), "echo": (o.size, 1), "call": (30_000, o.calls), "link": (256 << 10, o.calls),
-        "step": (8 << 10, o.calls), "prompt": (2000 * 3072, o.calls // 50), "token": (0, tokens), "crowd": (0, tokens),
+        "tiny": (512, o.calls), "small": (30_000, o.calls), "step": (8 << 10, o.calls),
+        "prompt": (2000 * 3072, o.calls // 50), "token": (0, tokens), "crowd": (0, tokens),
     }  # fmt: skip
     samples = {}
-    for work, (size, count) in sizes.items():
-        _, who, op, _ = WORKS[work]
+    for work in o.works or sizes:
+        (size, count), (_, who, op, _) = sizes[work], WORKS[work]
         asked = {
             name: lambda ask=clients[name]: statistics.median(ask(op, size, count)["seconds"])  # noqa: B023
             for name in who
             if name in clients
         }
         samples[work] = turns(work, o.rounds, asked)
-    token, alone = samples["token"], samples["token"]["alone"]
-    samples["beyond"] = {name: [a - b for a, b in zip(token[name], alone)] for name in WORKS["beyond"][1]}
+    if token := samples.get("token"):
+        samples["beyond"] = {name: [a - b for a, b in zip(token[name], token["alone"])] for name in WORKS["beyond"][1]}
     return samples
 
 
@@ -151,15 +161,16 @@ def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[
             print(f"  {NAMES[name]:34} {median * (1e6 if timed else 1e3):9.1f} {rate:7}   {compared}".rstrip())
     print(f"\n{'required':59} {'ratio':12}  measured")
     for work, name, other, want in REQUIRED:
-        times = samples[work]
+        times = samples.get(work, {})
         if name in times and other in times:
             got, measured = ratio(work, times[name], times[other])
             met = got <= want if WORKS[work][3] else got >= want
             said = f"{want:.2f} or {'less' if WORKS[work][3] else 'more'}"
             print(f"  {f'{work}: {NAMES[name]} / {NAMES[other]}':57} {said:12}  {measured}, {'' if met else 'not '}met")
-    micros = statistics.median(samples["link"]["numpy"]) * 1e6
-    met = "" if micros <= LINK_MICROS else "not "
-    print(f"  {'link alone, 256 KiB':57} {LINK_MICROS} µs or less  {micros:.1f} µs, {met}met")
+    if link := samples.get("link"):
+        micros = statistics.median(link["numpy"]) * 1e6
+        met = "" if micros <= LINK_MICROS else "not "
+        print(f"  {'link alone, 256 KiB':57} {LINK_MICROS} µs or less  {micros:.1f} µs, {met}met")
     for name, why in missing.items():
         print(f"{NAMES[name]}: {why}")
 
@@ -172,6 +183,7 @@ def main() -> None:
     flags = common_options("Measure the Python client beside the Go client and others.", 25)
     flags.add_argument("--size", type=int, default=256 << 20, help="bytes of the tensor")
     flags.add_argument("--calls", type=int, default=500, help="small calls of a round")
+    flags.add_argument("--works", nargs="+", choices=WORKS.keys() - {"beyond"}, help="what is done; default: all")
     flags.add_argument("--json", metavar="FILE", help="write every sample to a file, too")
     flags.add_argument("--torch-python", default=sys.executable, help="Python that has torch, if this has not")
     options = flags.parse_args()

@@ -65,7 +65,7 @@ def moves(do, make=tensor, begin=None):
             sys.exit(f"{sys.argv[1]}: the GPT writes something else")
         return {"seconds": times}
 
-    works = {op: functools.partial(move, op) for op in ("sink", "echo", "loop", *ROWS)}
+    works = {op: functools.partial(move, op) for op in ("sink", "echo", "relu", "model", "unary", "loop", *ROWS)}
     answer({**works, "token": token, "alone": lambda _, count: {"seconds": gpt.text(gpt.here(), count)[1]}})
 
 
@@ -114,13 +114,24 @@ class Steps:
 def grpcio(address):
     import grpc
 
-    with grpc.insecure_channel(address) as channel, closing(Steps(channel, "steps")) as steps:
-        moves(lambda _, x: steps.step(x), begin=lambda: Steps(channel, "trunk"))
+    with grpc.insecure_channel(address) as channel:
+        unary, stream = channel.unary_unary("/rows/unary"), functools.cache(lambda op: Steps(channel, op))
+
+        def do(op, x):
+            return np.frombuffer(unary(x.tobytes()), "float32") if op == "unary" else stream(op).step(x)
+
+        moves(do, begin=lambda: Steps(channel, "trunk"))
 
 
 def grpcio_server():
-    """Steps of the two models, whose state is the handler's."""
+    """A unary call, and streams, of which the state of two is the handler's."""
     import grpc
+
+    def relu(x):
+        return np.maximum(x, 0)
+
+    def call(data, context):
+        return relu(np.frombuffer(data, "float32")).tobytes()
 
     def handler(begin):
         def results(rows, context):
@@ -130,7 +141,9 @@ def grpcio_server():
 
         return grpc.stream_stream_rpc_method_handler(results)
 
-    handlers = {"steps": handler(lambda: returned), "trunk": handler(gpt.here)}
+    streams = {"step": lambda: returned, "relu": lambda: relu, "trunk": gpt.here}
+    handlers = {name: handler(begin) for name, begin in streams.items()}
+    handlers["unary"] = grpc.unary_unary_rpc_method_handler(call)
     server = grpc.server(ThreadPoolExecutor(32))
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("rows", handlers)])
     port = server.add_insecure_port("127.0.0.1:0")

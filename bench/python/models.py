@@ -1,5 +1,6 @@
 """What the workers of the benchmark compute."""
 
+import numpy as np
 from gpt import layers
 
 import tensorferry as tf
@@ -8,6 +9,11 @@ import tensorferry as tf
 @tf.model(rows=1)
 def echo(x):
     return x
+
+
+@tf.model(rows=1)
+def relu(x):
+    return np.maximum(x, 0)
 
 
 @tf.model(rows=1, stateful=True)
