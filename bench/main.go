@@ -38,6 +38,7 @@ func run(ctx context.Context) error {
 	size := flag.Int("size", tensorBytes, "`bytes` of the large tensors, a multiple of 8")
 	quick := flag.Bool("quick", false, "run every part briefly, to see that it works: the figures mean nothing")
 	rounds := flag.Int("rounds", bench.MinRounds, "minimum `rounds` per median, never below the default")
+	batch := flag.Int("batch", bench.CallBatch, "small `calls` in a sample")
 	net := flag.String("net", "tcp,unix", "`sockets`, with a comma between")
 	works := flag.String("works", "", "the only `works`, with commas between: upload, echo, relu, call and so on")
 	against := flag.String("against", "", "compare with a `commit` of this repository, not with peers")
@@ -52,6 +53,7 @@ func run(ctx context.Context) error {
 		return fmt.Errorf("%q; give no argument", flag.Args())
 	}
 	c := measure.Full(*size, *rounds)
+	c.Batch = *batch
 	if *quick {
 		c = measure.Smoke()
 		c.Size = min(*size, quickBytes)

@@ -67,24 +67,8 @@ func calling(p bench.Place, open func() (caller, error), end func() error) (benc
 	}, nil
 }
 
-// computed is tensorferry's Client.Compute of the model that echoes.
-var computed = bench.Kind{
-	Name: Compute, OwnMemory: true, Serve: inClear,
-	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) { return computing(p, client.Config{}) },
-}
-
-var computedTLS = bench.Kind{
-	Name: Compute + OverTLS, OwnMemory: true, Serve: overTLS,
-	Dial: func(_ context.Context, p bench.Place) (bench.Client, error) {
-		creds, err := clientCredentials(p)
-		if err != nil {
-			return bench.Client{}, err
-		}
-		return computing(p, client.Config{Credentials: creds})
-	},
-}
-
-func computing(p bench.Place, cfg client.Config) (bench.Client, error) {
+// computing is a client whose callers compute with the model that echoes.
+func computing(_ context.Context, p bench.Place, cfg client.Config) (bench.Client, error) {
 	c, err := client.Dial(bench.Address(p), cfg)
 	if err != nil {
 		return bench.Client{}, err

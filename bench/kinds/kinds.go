@@ -12,8 +12,7 @@ import (
 // All are the kinds of this package, and those of internal/bench.
 func All() []bench.Kind {
 	stock := bench.Stock(bench.StockGRPC, bench.ChunkBytes)
-	all := append(append(ourKinds(), newer...), rawStored, tarred, copying, stock, encrypted(StockTLS, stock), bench.Stock(StockSmall, 1<<10),
-		computed, computedTLS)
+	all := append(append(ourKinds(), newer...), rawStored, tarred, copying, stock, encrypted(StockTLS, stock), bench.Stock(StockSmall, 1<<10))
 	for _, k := range []bench.Kind{plain(Plain, streams), plain(Unary, unary)} {
 		all = append(all, k, encrypted(k.Name+OverTLS, k))
 	}

@@ -52,7 +52,14 @@ func ourKinds() []bench.Kind {
 			return memory.New(pool, 2*(slab.SizeOf(int64(len(p.To)))+measure.Many*slab.SizeOf(1))), nil
 		}),
 		ours(bench.Tensorferry+NoLanes, client.Config{Lanes: -1}, Load{1, 1}, nil),
-		secured,
+		secured(TLS, func(ctx context.Context, p bench.Place, cfg client.Config) (bench.Client, error) {
+			cfg.Checksum = codec.CRC32C
+			return ours(TLS, cfg, Load{1, 1}, nil).Dial(ctx, p)
+		}),
+		secured(Compute+OverTLS, computing),
+		{Name: Compute, OwnMemory: true, Serve: inClear, Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+			return computing(ctx, p, client.Config{})
+		}},
 	}
 	for _, sum := range []codec.Checksum{codec.CRC32C, codec.CRC32} {
 		all = append(all, ours(bench.OursWith(sum), client.Config{Checksum: sum}, Load{1, 1}, nil),
@@ -80,16 +87,17 @@ func (l Load) Name() string {
 type keeper func(bench.Place, *slab.Pool) (store.Store, error)
 
 // secured is tensorferry over TLS, with certificates in the folder of both ends.
-var secured = bench.Kind{
-	Name: TLS, OwnMemory: true,
-	Serve: overTLS,
-	Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
-		creds, err := clientCredentials(p)
-		if err != nil {
-			return bench.Client{}, err
-		}
-		return ours(TLS, client.Config{Credentials: creds, Checksum: codec.CRC32C}, Load{1, 1}, nil).Dial(ctx, p)
-	},
+func secured(name string, dial func(context.Context, bench.Place, client.Config) (bench.Client, error)) bench.Kind {
+	return bench.Kind{
+		Name: name, OwnMemory: true, Serve: overTLS,
+		Dial: func(ctx context.Context, p bench.Place) (bench.Client, error) {
+			creds, err := clientCredentials(p)
+			if err != nil {
+				return bench.Client{}, err
+			}
+			return dial(ctx, p, client.Config{Credentials: creds})
+		},
+	}
 }
 
 // inClear and overTLS serve the built-in models.
