@@ -128,8 +128,7 @@ func (v *device) load() error {
 			return v.find(image)
 		}
 		all = errors.Join(all, fmt.Errorf("image %s: %w %s", image.Name, err, says))
-		var r *resultError
-		if !errors.As(err, &r) || !otherImage[r.code] {
+		if r, ok := errors.AsType[*resultError](err); !ok || !otherImage[r.code] {
 			break
 		}
 	}
@@ -236,8 +235,8 @@ func (v *device) died() error {
 // check looks whether an error of the driver means that the context is dead: it asks
 // the driver something that a living one answers.
 func (v *device) check(err error) {
-	var r *resultError
-	if !errors.As(err, &r) || v.died() != nil {
+	r, ok := errors.AsType[*resultError](err)
+	if !ok || v.died() != nil {
 		return
 	}
 	if !sticky[r.code] && r.call != "cuStreamSynchronize" {
@@ -264,14 +263,11 @@ func (v *device) submit() {
 	defer close(v.uploaded)
 	for {
 		v.mu.Lock()
-		for !v.due() {
-			v.more.Wait()
-		}
-		asked := v.asked
-		v.asked = nil
-		switch resting := len(v.idle) == lanes; {
-		case len(asked) > 0:
-			v.asking = true
+		waiting, resting := v.queue.Head() != nil, len(v.idle) == lanes
+		switch {
+		case len(v.asked) > 0:
+			asked := v.asked
+			v.asked, v.asking = nil, true
 			v.progress()
 			v.mu.Unlock()
 			for _, do := range asked {
@@ -281,44 +277,33 @@ func (v *device) submit() {
 			v.asking = false
 			v.progress()
 			v.mu.Unlock()
-		case v.closed:
+		case v.closed && waiting:
 			rest := v.queue
 			v.queue = blocks.Queue{}
 			v.mu.Unlock()
 			rest.End(engine.ErrClosed)
-			if resting {
-				if v.died() != nil && v.engine.State() != blocks.Lost {
-					v.lose()
-				}
-				v.stop()
-				return
+		case v.closed && resting:
+			v.mu.Unlock()
+			if v.died() != nil && v.engine.State() != blocks.Lost {
+				v.lose()
 			}
-		case v.dead != nil:
+			v.stop()
+			return
+		case !v.closed && v.dead != nil && resting && v.engine.State() != blocks.Lost:
 			v.mu.Unlock()
 			v.lose()
-		default:
+		case !v.closed && v.dead == nil && waiting && len(v.idle) > 0:
 			w, l := v.queue.Pop(), v.idle[len(v.idle)-1]
 			v.idle = v.idle[:len(v.idle)-1]
 			v.progress()
 			v.mu.Unlock()
 			l.work, l.dirty = w, v.enqueue(l, w)
 			v.uploaded <- l
+		default:
+			v.more.Wait()
+			v.mu.Unlock()
 		}
 	}
-}
-
-// due reports whether there is something to do for the submitter; mu is held.
-func (v *device) due() bool {
-	resting := len(v.idle) == lanes
-	switch {
-	case len(v.asked) > 0:
-		return true
-	case v.closed:
-		return resting || v.queue.Head() != nil
-	case v.dead != nil:
-		return resting && v.engine.State() != blocks.Lost
-	}
-	return v.queue.Head() != nil && len(v.idle) > 0
 }
 
 // busy is how many blocks are on the device.
@@ -422,8 +407,7 @@ func empty(f C.CUfunction, t reflect.Type) C.tf_launch {
 func (v *device) roomy(take func() error) error {
 	for {
 		err := take()
-		var r *resultError
-		if !errors.As(err, &r) || r.code != outOfMemory || !v.trim() {
+		if r, ok := errors.AsType[*resultError](err); !ok || r.code != outOfMemory || !v.trim() {
 			return err
 		}
 	}

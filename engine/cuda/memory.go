@@ -106,8 +106,7 @@ func (p *pinned) lock(q *piece) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	q.is = err == nil
-	var r *resultError
-	if errors.As(err, &r) && !sticky[r.code] && !p.warned {
+	if r, ok := errors.AsType[*resultError](err); ok && !sticky[r.code] && !p.warned {
 		p.warned = true
 		p.log.Warn("the driver locks no memory; copies will be slower", slog.Any("cause", err))
 	}
