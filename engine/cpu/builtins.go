@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 
 	"github.com/tensorferry/tensorferry/engine"
-	"github.com/tensorferry/tensorferry/engine/blocks"
 	"github.com/tensorferry/tensorferry/engine/builtin"
 	"github.com/tensorferry/tensorferry/engine/stack"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -15,35 +14,21 @@ import (
 // and sink, as package builtin says. All but sink compute in place.
 func Builtins(h *Host) []engine.Model {
 	var models []engine.Model
-	for _, m := range []struct {
-		info engine.Info
-		bind func(engine.Call) (RowsFunc, error)
-	}{
-		{builtin.Echo, bindRows(echo)}, {builtin.ReLU, bindReLU}, {builtin.Affine, bindAffine}, {builtin.Sink, bindRows(sink)},
+	for _, f := range []RowFunc{
+		{Info: builtin.Echo, Rows: echo, InPlace: true},
+		{Info: builtin.ReLU, Bind: bindReLU, InPlace: true},
+		{Info: builtin.Affine, Bind: bindAffine, InPlace: true},
+		{Info: builtin.Sink, Rows: sink, Outs: func([]tensor.Desc, map[string]string) ([]tensor.Desc, error) {
+			return builtin.Outs(builtin.Sink, engine.Call{}), nil
+		}},
 	} {
-		made, err := h.engine.Model(builtinModel(m.info, m.bind))
+		made, err := f.Model(h)
 		if err != nil {
 			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above
 		}
 		models = append(models, made)
 	}
 	return models
-}
-
-// builtinModel is a model that package builtin says, with what binds it to a call.
-func builtinModel[P any](info engine.Info, bind func(engine.Call) (P, error)) blocks.Model {
-	return blocks.Model{Info: info, Bind: func(c engine.Call) (b blocks.Bound, err error) {
-		if info.Rows != 0 {
-			b.Results = blocks.InPlace
-		}
-		b.Outs = builtin.Outs(info, c)
-		b.Program, err = bind(c)
-		return b, err
-	}}
-}
-
-func bindRows(f RowsFunc) func(engine.Call) (RowsFunc, error) {
-	return func(engine.Call) (RowsFunc, error) { return f, nil }
 }
 
 func sink(_ context.Context, b RowBlock) error {

@@ -18,7 +18,10 @@ import (
 // It is elementwise and in place. Its blocks wait all at once, each with a goroutine of its
 // own: they hold no worker of h.
 func Slow(h *Host) engine.Model {
-	made, err := h.engine.Model(builtinModel(builtin.Slow, bindSlow))
+	made, err := h.engine.Model(blocks.Model{Info: builtin.Slow, Bind: func(c engine.Call) (blocks.Bound, error) {
+		p, err := bindSlow(c)
+		return blocks.Bound{Results: blocks.InPlace, Outs: c.Descs(), Program: p}, err
+	}})
 	if err != nil {
 		panic("cpu: built-in model: " + err.Error()) // only a mistake in builtin.Slow
 	}
