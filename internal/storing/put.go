@@ -46,10 +46,12 @@ type incoming struct {
 	cancel  context.CancelCauseFunc
 	news    session.News
 	landing session.Landing
-	place   *placed
 	memory  *slab.Account // for its chunk table, and for memory on its way into the store
 	table   int64         // bytes of the chunk table that are charged
 	evicted []store.Info
+
+	mu     sync.Mutex
+	writer store.Writer // nil before it begins and after its end; guarded by mu
 }
 
 // Event implements serving.Task.
@@ -131,31 +133,23 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	}
 }
 
-// placed is the Place of a tensor, and its assembler.Placer if the call comes one way. A
-// store's code may panic.
-type placed struct {
-	service *Service
-	ctx     context.Context
-	mu      sync.Mutex
-	writer  store.Writer // nil after the end; guarded by mu
-}
-
-// WriteViews copies views to byte off of the tensor.
-func (w *placed) WriteViews(off int64, views [][]byte) error {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.writer == nil {
+// WriteViews copies views to byte off of the tensor, of which in is the Place, and the
+// assembler.Placer if the call comes one way. A store's code may panic.
+func (in *incoming) WriteViews(off int64, views [][]byte) error {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	if in.writer == nil {
 		return stream.ErrClosed
 	}
-	return w.service.protect(func() error { return w.writer.WriteViews(w.ctx, off, views) })
+	return in.put.service.protect(func() error { return in.writer.WriteViews(in.ctx, off, views) })
 }
 
-// takeWriter returns the writer, which nobody uses any more.
-func (w *placed) takeWriter() store.Writer {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	writer := w.writer
-	w.writer = nil
+// takeWriter returns the writer, which nobody uses any more, nil if there is none.
+func (in *incoming) takeWriter() store.Writer {
+	in.mu.Lock()
+	defer in.mu.Unlock()
+	writer := in.writer
+	in.writer = nil
 	return writer
 }
 
@@ -197,7 +191,7 @@ func (in *incoming) run() {
 		if err == nil && p.all && p.ctx.Err() != nil { // the set has failed while this tensor became ready
 			sum = p.failed(sum, context.Cause(p.ctx))
 		} else if err == nil && p.all {
-			kept = in.place.takeWriter()
+			kept = in.takeWriter()
 			p.set = append(p.set, kept)
 		}
 		delete(p.tensors, in.desc.Tensor)
@@ -206,10 +200,8 @@ func (in *incoming) run() {
 	for !in.landing.Home() { // until no chunk is being written to it
 		<-in.news
 	}
-	if in.place != nil && kept == nil {
-		if w := in.place.takeWriter(); w != nil {
-			p.service.discard(w)
-		}
+	if w := in.takeWriter(); w != nil { // it failed, or is not of a set
+		p.service.discard(w)
 	}
 	in.memory.Close()
 	if kept == nil { // else it ends with the set
@@ -233,7 +225,9 @@ func (in *incoming) store() (info store.Info, err error) {
 		return info, err
 	}
 	in.evicted = evicted
-	in.place = &placed{service: s, ctx: in.ctx, writer: w}
+	in.mu.Lock()
+	in.writer = w
+	in.mu.Unlock()
 	if err := in.receive(w); err != nil {
 		return info, err
 	}
@@ -272,9 +266,9 @@ func (s *Service) create(ctx context.Context, cancel context.CancelCauseFunc, na
 // receive waits until every byte is written.
 func (in *incoming) receive(w store.Writer) error {
 	l := &in.landing
-	l.To = in.place
+	l.To = in
 	if in.put.session.OneWay() {
-		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in.place) })
+		in.put.session.Do(func(m *stream.Machine, now stream.Instant) { _ = m.Place(now, in.desc.Tensor, in) })
 		return in.news.Wait(in.ctx) // until it is whole: nothing else is told
 	}
 	if mem, ok := w.(store.InPlace); ok && !in.desc.OnAllowance {
