@@ -3,6 +3,8 @@
 // Arguments: the entry, the grid (x y), the threads of a block, then the parameters as
 // unsigned integers: floats as their bits, pointers as the number of a buffer. Standard
 // input and output: the buffers, each after its length as a uint64.
+#undef _FORTIFY_SOURCE // whose longjmp takes a jump to another stack for a mistake
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
@@ -20,9 +22,17 @@ struct dim {
 };
 static dim threadIdx, blockIdx, blockDim, gridDim;
 
-// The threads of a block take turns from barrier to barrier.
-static ucontext_t turns, *running;
-static void __syncthreads() { swapcontext(running, &turns); }
+// The threads of a block take turns from barrier to barrier: by jumps, as swapcontext makes two
+// system calls each time.
+struct place {
+	jmp_buf at;
+};
+static place turns, *running;
+static void __syncthreads() {
+	if (_setjmp(running->at) == 0) {
+		_longjmp(turns.at, 1);
+	}
+}
 
 #define __global__
 #define __device__
@@ -66,29 +76,36 @@ static std::vector<bool> ended;
 static void thread() {
 	(*kernel)();
 	ended[threadIdx.x] = true;
+	_longjmp(turns.at, 1);
 }
 
 static void block() {
 	const size_t stack = 64 << 10;
 	static std::vector<char> stacks(stack * blockDim.x);
-	std::vector<ucontext_t> threads(blockDim.x);
+	static std::vector<place> threads(blockDim.x);
+	static unsigned i;
+	static bool more, first; // that what is behind a jump finds them
 	ended.assign(blockDim.x, false);
-	for (unsigned i = 0; i < blockDim.x; i++) {
-		getcontext(&threads[i]);
-		threads[i].uc_stack.ss_sp = &stacks[stack * i];
-		threads[i].uc_stack.ss_size = stack;
-		threads[i].uc_link = &turns;
-		makecontext(&threads[i], thread, 0);
-	}
-	for (bool more = true; more;) {
+	for (more = first = true; more; first = false) {
 		more = false;
-		for (unsigned i = 0; i < blockDim.x; i++) {
-			if (!ended[i]) {
-				threadIdx = {i, 0, 0};
-				running = &threads[i];
-				swapcontext(&turns, running);
-				more = more || !ended[i];
+		for (i = 0; i < blockDim.x; i++) {
+			if (ended[i]) {
+				continue;
 			}
+			threadIdx = {i, 0, 0};
+			running = &threads[i];
+			if (_setjmp(turns.at) == 0) {
+				if (!first) {
+					_longjmp(running->at, 1);
+				}
+				ucontext_t begin;
+				getcontext(&begin);
+				begin.uc_stack.ss_sp = &stacks[stack * i];
+				begin.uc_stack.ss_size = stack;
+				makecontext(&begin, thread, 0);
+				setcontext(&begin);
+			}
+			more = more || !ended[i];
 		}
 	}
 }
