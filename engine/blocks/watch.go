@@ -17,9 +17,9 @@ func NewWatch(check func()) *Watch {
 }
 
 // Set says when something is due, instead of what was.
-func (w *Watch) Set(wait time.Duration) {
-	w.Due = time.Now().Add(wait)
-	w.timer.Reset(wait)
+func (w *Watch) Set(due time.Time) {
+	w.Due = due
+	w.timer.Reset(time.Until(due))
 }
 
 // Clear says that nothing is due.

@@ -319,7 +319,7 @@ func (v *device) progress() {
 	v.watch.Clear()
 	switch {
 	case v.asking || len(v.idle) < lanes:
-		v.watch.Set(v.hang)
+		v.watch.Set(time.Now().Add(v.hang))
 	case v.dead == nil && v.engine.Back():
 		v.log.Warn("device answers again")
 	}

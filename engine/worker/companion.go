@@ -82,8 +82,8 @@ func (h *Host) leaveSession(life context.Context, s *session) {
 	s.takeAll(&over)
 	for g := range h.guests {
 		g.tells = append(g.tells, &link.Gone{Head: link.Head{ID: s.number}})
+		g.tell()
 	}
-	h.more.Broadcast()
 	h.mu.Unlock()
 	over.End(errTurn)
 }

@@ -16,8 +16,8 @@ import (
 	"github.com/tensorferry/tensorferry/internal/link"
 )
 
-// guest is a process that speaks. Two goroutines serve it: one reads, and one has blocks
-// computed, in order.
+// guest is a process that speaks. One goroutine reads it, and passes results on; whoever has
+// something to tell it sends that.
 type guest struct {
 	process *process
 	host    *Host
@@ -25,7 +25,6 @@ type guest struct {
 	conn    *link.Conn
 	pid     int
 	info    *info
-	idle    chan struct{} // closed when no block is computed any more
 
 	stopping sync.Mutex // guards the three below
 	end      func()     // kills the process, or cuts off what has none of its own
@@ -33,33 +32,36 @@ type guest struct {
 	why      error      // it was ended, the first reason
 
 	// Guarded by the host's mu.
-	states map[*state]struct{} // it has
-	runs   map[uint64]bool     // it knows
-	tells  []link.Message      // it is to be sent: runs and sessions that have ended
-	gone   bool                // the link has ended
-	left   error               // it has left the host, and why
+	states  map[*state]struct{} // it has
+	runs    map[uint64]bool     // it knows
+	tells   []link.Message      // it is to be sent: runs and sessions that have ended
+	telling bool                // somebody sends
+	gone    bool                // the link has ended
+	left    error               // it has left the host, and why
 
-	flight []*flight     // the blocks that it computes, the oldest first
-	passed *blocks.Work  // was computed, and its results are not passed on
+	flight []*flight     // the blocks that it has, the oldest first
 	took   time.Duration // computing the last one
-	watch  *blocks.Watch // for the answer to the oldest, or that it reads what it is sent
+	watch  *blocks.Watch // for the first answer that is due, or that it reads what it is sent
+
+	returning sync.Mutex   // guards the two below
+	returned  []link.Range // its ranges again, of which it is not told yet
+	bytes     uint64       // of these
 }
 
 // flight is a block on its way through a guest.
 type flight struct {
 	id      uint64
 	work    *blocks.Work
-	begun   bool         // the guest is being told of it: it may answer
-	sent    bool         // the guest was told of it
-	unasked bool         // it was told that nobody wants it
-	answer  *link.Answer // nil before there is one
+	sent    bool      // the guest was told of it
+	unasked bool      // it was told that nobody wants it
+	due     time.Time // when it is to be answered; zero while it waits for those before it
 }
 
 func newGuest(p *process, socket *net.UnixConn, pid int, end func()) *guest {
 	h := p.host
 	g := &guest{
 		process: p, host: h, socket: socket, pid: pid, end: end, runs: make(map[uint64]bool), states: make(map[*state]struct{}),
-		idle: make(chan struct{}), took: aheadWithin,
+		took: aheadWithin,
 		conn: link.New(socket, link.Config{Heap: h.heap, Pool: h.pool, Quota: h.results}),
 	}
 	if end == nil {
@@ -105,12 +107,8 @@ func (g *guest) talk() (err error) {
 	defer func() {
 		g.host.mu.Lock()
 		g.gone = true
-		g.host.more.Broadcast()
 		g.watch.Clear()
 		g.host.mu.Unlock()
-		if g.info == nil {
-			close(g.idle)
-		}
 		if errors.Is(err, io.EOF) {
 			err = nil
 		}
@@ -139,8 +137,10 @@ func (g *guest) talk() (err error) {
 			if err != nil {
 				return err
 			}
-			go g.work() // ends when the link does; idle says so
 			g.process.reportStart(nil)
+			g.host.mu.Lock()
+			g.tell()
+			g.host.mu.Unlock()
 		case *link.Answer:
 			if err := g.answered(m); err != nil {
 				return err
@@ -159,186 +159,210 @@ func (g *guest) talk() (err error) {
 	}
 }
 
-// answered notes the answer to a block.
+// answered passes the results of a block on, after what the guest may do meanwhile.
 func (g *guest) answered(a *link.Answer) error {
-	g.host.mu.Lock()
-	defer g.host.mu.Unlock()
-	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID && f.begun && f.answer == nil })
+	h := g.host
+	h.mu.Lock()
+	at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.id == a.ID })
 	if at < 0 {
+		h.mu.Unlock()
 		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
 	}
-	g.flight[at].answer = a
-	g.host.more.Broadcast()
-	return nil
-}
-
-// work has blocks computed. The results of one are passed on while the next is computed.
-func (g *guest) work() {
-	defer close(g.idle)
-	for pass := (func())(nil); ; {
-		switch f := g.next(pass == nil); {
-		case f != nil && f.answer == nil:
-			g.send(f)
-		case f != nil:
-			r, err := g.host.accept(g, f.work, f.answer)
-			if err != nil {
-				g.stop(err) // the block is computed until the guest has left
-				return
-			}
-			g.finished(f, r.times.Compute)
-			pass = func() { g.pass(f.work, r) }
-		case pass != nil:
-			pass()
-			pass = nil
-		default:
-			return
-		}
+	f := g.flight[at]
+	h.mu.Unlock()
+	r, err := h.accept(g, f.work, a)
+	if err != nil {
+		return err // the block is computed until the guest has left
 	}
-}
-
-// finished notes that the guest has computed a block, or does not. The next one, which it has already, is due
-// as if it began only now. It reports whether the block has not ended with the guest.
-func (g *guest) finished(f *flight, took time.Duration) bool {
-	g.host.mu.Lock()
-	defer g.host.mu.Unlock()
-	oldest := g.flight[0] == f
-	g.flight = slices.DeleteFunc(g.flight, func(other *flight) bool { return other == f })
-	if g.took = took; f.answer != nil {
-		g.passed = f.work
-	}
-	switch {
-	case len(g.flight) == 0:
-		g.watch.Clear()
-	case !oldest:
-	case !g.flight[0].unasked:
-		g.watch.Set(g.host.cfg.block)
-	case !f.unasked: // else those of a run share the time
-		g.watch.Set(g.host.cfg.obey)
-	}
-	return g.left == nil
-}
-
-// pass passes results on.
-func (g *guest) pass(w *blocks.Work, r result) {
-	g.host.mu.Lock()
-	g.passed = nil
-	left := g.left != nil
-	g.host.mu.Unlock()
-	if !left && r.err == nil {
-		w.Give(r.outs, r.release)
+	h.mu.Lock()
+	own := g.finished(f, r.times.Compute)
+	g.tell()
+	h.mu.Unlock()
+	if own && r.err == nil {
+		f.work.Give(r.outs, r.release)
 	} else {
 		r.release()
 	}
-	if !left { // else w failed with it
-		w.Done(r.err, r.times)
+	if own {
+		f.work.Done(r.err, r.times)
+	}
+	return nil
+}
+
+// atOnce is how many blocks the guest computes at the same time: the oldest.
+func (g *guest) atOnce() int { return max(1, g.info.Concurrency) }
+
+// finished notes that the guest has computed a block, or does not. The next one, which it may have already, is
+// due as if it began only now. It reports whether the block has not ended with the guest; mu is held.
+func (g *guest) finished(f *flight, took time.Duration) bool {
+	at, last := slices.Index(g.flight, f), g.atOnce()-1
+	if at < 0 {
+		return false
+	}
+	g.flight = slices.Delete(g.flight, at, at+1)
+	g.took = took
+	if at <= last && last < len(g.flight) {
+		if next := g.flight[last]; next.unasked && f.unasked { // those of a run share the time
+			next.due = f.due
+		} else {
+			g.begins(next)
+		}
+	}
+	g.wait()
+	return true
+}
+
+// begins notes that the guest computes a block from now on; mu is held.
+func (g *guest) begins(f *flight) {
+	wait := g.host.cfg.block
+	if f.unasked {
+		wait = g.host.cfg.obey
+	}
+	f.due = time.Now().Add(wait)
+}
+
+// wait waits for the answer that is due first; mu is held.
+func (g *guest) wait() {
+	var due time.Time
+	for _, f := range g.flight {
+		if due.IsZero() || !f.due.IsZero() && f.due.Before(due) {
+			due = f.due
+		}
+	}
+	switch {
+	case due == g.watch.Due:
+	case due.IsZero():
+		g.watch.Clear()
+	default:
+		g.watch.Set(due)
 	}
 }
 
-// next returns a block that was answered, or takes the next one for the guest. It returns nil
-// if there is neither: where it may wait, only when the guest has left. Where it may not, it
-// looks for no answers. Runs that have ended are told before.
-func (g *guest) next(wait bool) *flight {
-	g.host.mu.Lock()
-	defer g.host.mu.Unlock()
-	for {
-		at := slices.IndexFunc(g.flight, func(f *flight) bool { return f.answer != nil })
-		idle := len(g.flight) == 0
-		switch {
-		case at >= 0 && wait:
-			return g.flight[at]
-		case g.gone:
-			return nil
-		case len(g.tells) > 0:
-			m := g.tells[0]
-			g.tells = g.tells[1:]
-			if idle {
-				g.watch.Set(g.host.cfg.obey)
-			}
-			g.host.mu.Unlock()
-			_ = g.conn.Send(m) // an error is Recv's too
-			g.host.mu.Lock()
-			if idle {
-				g.watch.Clear()
-			}
-			continue
-		}
-		var w *blocks.Work
-		if idle || len(g.flight) < g.info.Blocks && g.took < aheadWithin && g.host.waiting == 0 {
-			w = g.host.pop(g)
-		}
-		switch {
-		case w == nil && !wait:
-			return nil
-		case w == nil:
-			if !idle {
-				g.host.more.Wait()
-				continue
-			}
-			g.host.waiting++
-			g.host.more.Wait()
-			g.host.waiting--
-			continue
-		}
-		p := w.Program.(*program)
-		if over := p.over(w); over != nil {
-			g.host.mu.Unlock()
-			w.End(over)
-			g.host.mu.Lock()
-			continue
-		}
-		if g.host.info.Stateful && p.owner == nil {
-			p.owner = g
-		}
-		f := &flight{id: g.host.blockIDs.Add(1), work: w}
-		g.flight = append(g.flight, f)
-		return f
+// tell sends the guest what there is, unless somebody does already: runs that have ended, and blocks, as many as
+// it takes. It waits for nothing: where the guest does not read, a goroutine goes on. mu is held, but given away
+// meanwhile.
+func (g *guest) tell() {
+	if !g.telling {
+		g.telling = true
+		m, f := g.next()
+		g.send(m, f, g.try)
 	}
 }
 
-// send tells the guest of the block that next has taken. Where that fails, the block has ended,
-// or does with the link.
-func (g *guest) send(f *flight) {
-	p := f.work.Program.(*program)
-	run := f.work.Context()
-	m, err := g.host.message(f.id, f.work)
-	g.host.mu.Lock()
-	fresh := !g.runs[p.run]
-	g.host.mu.Unlock()
-	if fresh && err == nil {
-		m.Flags, m.JSON, err = g.conn.Fit(p.json, func(n int64) (*link.Block, error) { return g.conn.New(run, nil, n) })
-	}
-	if err != nil {
-		if g.finished(f, aheadWithin) {
-			f.work.Done(err, blocks.Times{})
+// send sends m, which tells of f, and what comes after it; mu is held, but given away meanwhile.
+func (g *guest) send(m link.Message, f *flight, one func(link.Message, *flight) bool) {
+	h := g.host
+	for ; m != nil; m, f = g.next() {
+		h.mu.Unlock()
+		sent := one(m, f)
+		h.mu.Lock()
+		switch {
+		case g.gone: // f ends with it
+			return
+		case !sent:
+			h.all.Go(func() { // ends when the guest reads, or has ended
+				h.mu.Lock()
+				defer h.mu.Unlock()
+				if len(g.flight) == 0 {
+					g.watch.Set(time.Now().Add(h.cfg.obey))
+				}
+				g.send(m, f, g.must)
+			})
+			return
+		case f != nil:
+			f.sent = true
+			if run := f.work.Context(); run.Err() != nil {
+				go g.cancel(run) // ends when the guest reads, or has ended
+			}
 		}
-		return
 	}
-	g.host.mu.Lock()
-	g.runs[p.run], f.begun = true, true
-	if g.flight[0] == f {
-		g.watch.Set(g.host.cfg.block) // from now on: a guest may not read
-	}
-	g.host.mu.Unlock()
-	if fresh && p.state == nil {
-		context.AfterFunc(run, func() { g.leaveRun(p.run) })
+	g.telling = false
+	g.wait()
+}
+
+// try sends a message if that needs no wait, and reports whether it did.
+func (g *guest) try(m link.Message, _ *flight) bool {
+	run, ok := m.(*link.Run)
+	return (!ok || len(run.JSON) <= link.PacketBytes/2) && g.conn.TrySend(m)
+}
+
+// must sends a message. A block for which there is no memory is over.
+func (g *guest) must(m link.Message, f *flight) bool {
+	if run, ok := m.(*link.Run); ok {
+		ctx := f.work.Context()
+		flags, text, err := g.conn.Fit(run.JSON, func(n int64) (*link.Block, error) { return g.conn.New(ctx, nil, n) })
+		if err != nil {
+			g.host.mu.Lock()
+			delete(g.runs, run.Run)
+			own := g.finished(f, aheadWithin)
+			g.host.mu.Unlock()
+			if own {
+				f.work.Done(err, blocks.Times{})
+			}
+			return true
+		}
+		run.Flags, run.JSON = run.Flags|flags, text
 	}
 	if err := g.conn.Send(m); err != nil {
 		g.stop(err)
-		return
 	}
-	g.host.mu.Lock()
-	f.sent = true
-	g.host.mu.Unlock()
-	if run.Err() != nil {
-		g.cancel(run)
-	}
+	return true
 }
 
-// leaveRun is called when a run ends that the guest knows.
-func (g *guest) leaveRun(id uint64) {
-	g.host.mu.Lock()
-	defer g.host.mu.Unlock()
-	g.forget(id)
+// next takes what the guest is to be told next, nil for nothing. A block that is not computed any more ends; mu is
+// held, but given away meanwhile.
+func (g *guest) next() (link.Message, *flight) {
+	h := g.host
+	for !g.gone {
+		if len(g.tells) > 0 {
+			m := g.tells[0]
+			g.tells = g.tells[1:]
+			return m, nil
+		}
+		n := len(g.flight)
+		if n >= g.atOnce() && (n >= g.info.Blocks || g.took >= aheadWithin) {
+			break
+		}
+		w := h.pop(g)
+		if w == nil {
+			break
+		}
+		p := w.Program.(*program)
+		f := &flight{id: h.blockIDs.Add(1), work: w}
+		var m *link.Run
+		err := p.over(w)
+		if err == nil {
+			m, err = h.message(f.id, w)
+		}
+		if err != nil {
+			h.mu.Unlock()
+			w.End(err)
+			h.mu.Lock()
+			continue
+		}
+		if h.info.Stateful && p.owner == nil {
+			p.owner = g
+		}
+		switch {
+		case g.runs[p.run]:
+			m.JSON = nil
+		case m.Flags&link.Only == 0:
+			g.runs[p.run] = true
+			if p.state == nil {
+				context.AfterFunc(w.Context(), func() {
+					h.mu.Lock()
+					defer h.mu.Unlock()
+					g.forget(p.run)
+				})
+			}
+		}
+		if g.flight = append(g.flight, f); n < g.atOnce() {
+			g.begins(f) // from now on: a guest may not read
+			g.wait()
+		}
+		return m, f
+	}
+	return nil, nil
 }
 
 // forget has the guest told that a run has ended, if it knows it; mu is held.
@@ -346,7 +370,7 @@ func (g *guest) forget(id uint64) {
 	if !g.gone && g.runs[id] {
 		delete(g.runs, id)
 		g.tells = append(g.tells, &link.End{Head: link.Head{ID: id}})
-		g.host.more.Broadcast()
+		g.tell()
 	}
 }
 
@@ -362,10 +386,11 @@ func (g *guest) cancel(run context.Context) {
 			f.unasked = true
 			told = append(told, f.id)
 		}
-		if i == 0 && !g.watch.Due.IsZero() {
-			g.watch.Set(g.host.cfg.obey)
+		if i < g.atOnce() {
+			f.due = time.Now().Add(g.host.cfg.obey)
 		}
 	}
+	g.wait()
 	g.host.mu.Unlock()
 	for _, id := range told {
 		_ = g.conn.Send(&link.Cancel{Head: link.Head{ID: id}}) // an error is Recv's too
@@ -376,11 +401,27 @@ func (g *guest) cancel(run context.Context) {
 func (g *guest) checkDeadline() {
 	g.host.mu.Lock()
 	late, why := g.watch.Late(), fmt.Errorf("a block took more than %v", g.host.cfg.block)
-	if len(g.flight) > 0 && g.flight[0].unasked {
+	if slices.ContainsFunc(g.flight, func(f *flight) bool { return f.unasked && f.due == g.watch.Due }) {
 		why = fmt.Errorf("it went on for %v with a block that was cancelled", g.host.cfg.obey)
 	}
 	g.host.mu.Unlock()
 	if late {
 		g.stop(why)
+	}
+}
+
+// giveBack makes a block the guest's again. It is told of several at once: each message wakes it.
+func (g *guest) giveBack(b *link.Block) {
+	whole := b.Range(int64(len(b.Bytes())))
+	g.conn.Own(b)
+	var all []link.Range
+	g.returning.Lock()
+	g.returned, g.bytes = append(g.returned, whole), g.bytes+whole.Len
+	if len(g.returned) >= returnedRanges || g.bytes >= uint64(g.host.cfg.MemoryBytes)/returnedShare/uint64(g.host.cfg.Processes) {
+		all, g.returned, g.bytes = g.returned, nil, 0
+	}
+	g.returning.Unlock()
+	if m := (&link.Give{Ranges: all}); all != nil && !g.conn.TrySend(m) {
+		go func() { _ = g.conn.Send(m) }() // ends when the guest reads, or has ended
 	}
 }

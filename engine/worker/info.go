@@ -10,10 +10,11 @@ import (
 // info is what a guest says of its model: the json of ready.
 type info struct {
 	described
-	Stateful   bool        `json:"stateful"`
-	Blocks     int         `json:"blocks"` // it takes at a time; 0 is 1
-	Error      string      `json:"error"`
-	Companions []described `json:"companions"` // named after what they do
+	Stateful    bool        `json:"stateful"`
+	Blocks      int         `json:"blocks"`      // it takes at a time, and computes in order; 0 is 1
+	Concurrency int         `json:"concurrency"` // how many it computes at once; 0 is 1
+	Error       string      `json:"error"`
+	Companions  []described `json:"companions"` // named after what they do
 }
 
 // described is one model of a guest.
@@ -39,7 +40,10 @@ func parseInfo(name string, text []byte) (*info, error) {
 			return nil, err
 		}
 	}
-	i.Blocks = min(i.Blocks, mostAhead)
+	if i.Concurrency > 1 && (i.Stateful || len(i.Companions) > 0) {
+		return nil, fmt.Errorf("a model that is stateful or trains computes one block at a time, not %d", i.Concurrency)
+	}
+	i.Blocks, i.Concurrency = min(i.Blocks, mostAhead), min(i.Concurrency, mostConcurrency)
 	return &i, i.check(name)
 }
 

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"slices"
 	"strings"
 	"testing"
@@ -27,6 +28,16 @@ import (
 // liar is a worker in Go: each gets what the host says, until it returns false.
 func liar(t *testing.T, c Config, ready string, each func(g *linktest.Guest, m *link.Run) bool) (*Host, *linktest.Guest) {
 	t.Helper()
+	socket, g := lies(t, ready, each)
+	c.Name, c.Socket, c.Version, c.MemoryBytes = "liar", socket, "1", 64<<20
+	h, err := Start(c)
+	require.NoError(t, err)
+	t.Cleanup(h.Close)
+	return h, g
+}
+
+// lies is the guest of liar, and the socket of its host.
+func lies(t *testing.T, ready string, each func(g *linktest.Guest, m *link.Run) bool) (*net.UnixConn, *linktest.Guest) {
 	socket, g := linktest.Pair(t)
 	go func() { // ends with the link
 		g.Send(&link.Hello{JSON: []byte(`{"link":1,"version":"1","role":"worker","pid":1}`)})
@@ -45,11 +56,7 @@ func liar(t *testing.T, c Config, ready string, each func(g *linktest.Guest, m *
 			}
 		}
 	}()
-	c.Name, c.Socket, c.Version, c.MemoryBytes = "liar", socket, "1", 64<<20
-	h, err := Start(c)
-	require.NoError(t, err)
-	t.Cleanup(h.Close)
-	return h, g
+	return socket, g
 }
 
 // wide is a tensor in blocks of 1 MiB, more than a run has slots for.
@@ -260,24 +267,106 @@ func TestTheFirstBlockOfAWorkerIsAlone(t *testing.T) {
 	g.Close()
 }
 
+// runsOf is an each of liar that has a test answer.
+func runsOf(runs chan *link.Run) func(*linktest.Guest, *link.Run) bool {
+	return func(_ *linktest.Guest, r *link.Run) bool { runs <- r; return true }
+}
+
 func TestABlockIsForAnIdleWorkerFirst(t *testing.T) {
 	testkit.Start(t)
-	h, runs, answer, _, done := ahead(t, Config{}, aheadReady, time.Millisecond)
-	flying(t, h, 3)
-	h.mu.Lock()
-	h.waiting++ // one that is idle, and slow
-	h.mu.Unlock()
-	for range 3 {
-		answer(<-runs)
+	one, two := make(chan *link.Run, 3), make(chan *link.Run, 3)
+	h, g := liar(t, Config{}, aheadReady, runsOf(one))
+	ended := make(chan error, 4)
+	call := func() {
+		_, err := enginetest.Compute(t.Context(), h.Model(), vector(1), nil, 1<<20, 0)
+		ended <- err
 	}
-	flying(t, h, 1)
-	h.mu.Lock()
-	h.waiting--
-	h.mu.Unlock()
-	for range 8 {
-		answer(<-runs)
+	answer := func(g *linktest.Guest, r *link.Run) {
+		g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Nanos: 1, Outputs: r.Inputs})
 	}
-	require.NoError(t, <-done)
+	go call() // they end with their answers
+	answer(g, <-one)
+	require.NoError(t, <-ended)
+	go call()
+	first := <-one
+
+	socket, late := lies(t, aheadReady, runsOf(two))
+	talked := make(chan error, 1)
+	second := newGuest(&process{host: h}, socket, 1, nil)
+	go func() { talked <- second.talk() }() // ends with the link
+	testkit.Eventually(t, func() bool {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		return len(h.guests) == 2
+	}, "the second")
+	go call()
+	answer(late, <-two)
+	require.NoError(t, <-ended)
+	answer(g, first)
+	require.NoError(t, <-ended)
+	late.Close()
+	require.NoError(t, <-talked)
+	second.conn.Close()
+	h.leave(second, engine.ErrUnavailable)
+}
+
+// Blocks that a worker computes at once may all be late, and each is heard when it is cancelled.
+func TestAWorkerComputesBlocksAtOnce(t *testing.T) {
+	testkit.Start(t)
+	runs := make(chan *link.Run, 12)
+	h, g := liar(t, Config{}, strings.Replace(aheadReady, `"blocks"`, `"concurrency"`, 1), runsOf(runs))
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	older, younger := make(chan error, 1), make(chan error, 1)
+	call := func(ctx context.Context, ended chan<- error) {
+		_, err := enginetest.Compute(ctx, h.Model(), vector(1), nil, 1<<20, 0)
+		ended <- err
+	}
+	go call(t.Context(), older) // they end with the host
+	<-runs
+	go call(ctx, younger)
+	<-runs
+	h.mu.Lock()
+	h.cfg.obey = 300 * time.Millisecond
+	h.mu.Unlock()
+	cancel()
+	require.ErrorIs(t, <-younger, context.Canceled, "it does not answer")
+	require.ErrorContains(t, <-older, "it went on for 300ms with a block that was cancelled")
+	<-h.Ended()
+	g.Close()
+}
+
+func TestASequenceHasOneBlockAtATime(t *testing.T) {
+	testkit.Start(t)
+	runs := make(chan *link.Run, 12)
+	h, g := liar(t, Config{}, strings.Replace(aheadReady, `"blocks"`, `"concurrency"`, 1), runsOf(runs))
+	ended := make(chan error, 2)
+	for range 2 {
+		s, err := h.begin(t.Context(), engine.Sequence{MaxRows: 12})
+		require.NoError(t, err)
+		go func() { // ends with its answers
+			_, err := engine.Step(t.Context(), h.Model(), s, vector(6)...)
+			ended <- err
+		}()
+	}
+	for range 6 {
+		a, b := <-runs, <-runs
+		require.NotEqual(t, a.Run, b.Run)
+		require.Equal(t, a.Row, b.Row)
+		require.Empty(t, runs)
+		for _, r := range []*link.Run{a, b} {
+			g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: r.Inputs})
+		}
+	}
+	require.NoError(t, <-ended)
+	require.NoError(t, <-ended)
+}
+
+func TestAWorkerWithAStateComputesOneBlockAtATime(t *testing.T) {
+	for _, says := range []string{`"stateful":true`, `"companions":[{"name":"train","inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}]}]`} {
+		_, err := parseInfo("m", []byte(`{"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}],"concurrency":2,`+says+`}`))
+		require.ErrorContains(t, err, "computes one block at a time, not 2")
+	}
 }
 
 func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
@@ -317,32 +406,22 @@ func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
 }
 
 func TestABlockIsAnsweredOnce(t *testing.T) {
-	g := &guest{host: &Host{}, flight: []*flight{{id: 6, begun: true}, {id: 7, begun: true}, {id: 8}}}
-	answer := func(id uint64) error { return g.answered(&link.Answer{Head: link.Head{ID: id}}) }
-	require.NoError(t, answer(7))
-	require.ErrorIs(t, answer(7), link.ErrMessage)
-	require.ErrorIs(t, answer(8), link.ErrMessage, "the guest has not been told of it")
-	require.ErrorIs(t, answer(9), link.ErrMessage)
-	require.NoError(t, answer(6))
-}
-
-// The next number is easy to guess: between next and send, work reads without a lock whether there is an answer.
-func TestABlockIsNotAnsweredBeforeTheWorkerIsToldOfIt(t *testing.T) {
-	testkit.Start(t)
-	h, runs, answer, _, done := ahead(t, Config{}, aheadReady, time.Millisecond)
-	flying(t, h, 3)
-	var early *flight
-	h.mu.Lock()
-	for g := range h.guests {
-		early = g.flight[2]
-		early.begun = false // as if it were on its way
+	for _, ids := range [][]uint64{{0, 0}, {1}} {
+		testkit.Start(t)
+		h, _ := liar(t, Config{}, aheadReady, func(g *linktest.Guest, r *link.Run) bool {
+			for _, more := range ids {
+				g.Send(&link.Answer{Head: link.Head{ID: r.ID + more}, Outputs: r.Inputs})
+			}
+			return true
+		})
+		for range 2 { // the first answer may be the call's
+			_, err := enginetest.Compute(t.Context(), h.Model(), vector(1), nil, 1<<20, 0)
+			if err != nil {
+				require.ErrorContains(t, err, "an answer that nobody waits for")
+			}
+		}
+		<-h.Ended()
 	}
-	h.mu.Unlock()
-	_, _ = <-runs, <-runs
-	answer(<-runs)
-	require.ErrorIs(t, <-done, engine.ErrUnavailable)
-	<-h.Ended()
-	require.Nil(t, early.answer)
 }
 
 // Of several blocks only the oldest is due: the time of the next begins with its answer.
@@ -360,7 +439,7 @@ func TestABlockIsDueWhenItIsTheOldest(t *testing.T) {
 	h.cfg.obey = time.Hour
 	for g = range h.guests {
 		g.tells = append(g.tells, &link.End{Head: link.Head{ID: 99}})
-		h.more.Broadcast()
+		g.tell()
 	}
 	h.mu.Unlock()
 	first := due()

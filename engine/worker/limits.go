@@ -17,6 +17,11 @@ const (
 	// nobody wants it has to compute those before it, and a closed run waits 5 s.
 	mostAhead   = 8
 	aheadWithin = time.Second
+	// mostConcurrency is how many blocks a guest may compute at once that says how many it does.
+	mostConcurrency = 256
+	// A guest is told of memory that came back when it has returnedRanges of it, or, with the other guests,
+	// 1/returnedShare of what results may have: 1 MiB by default.
+	returnedRanges, returnedShare = 32, 256
 	// saveWait is how long a process may take to end that writes what it has learned: gigabytes
 	// to a disk. Others have blocks.CloseWait to tear their model down.
 	saveWait = time.Minute

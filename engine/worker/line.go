@@ -20,7 +20,7 @@ func (l *line) push(w *blocks.Work) {
 
 // pop takes the next block that a guest may compute, nil without one.
 func (l *line) pop(g *guest) (w *blocks.Work) {
-	at := slices.IndexFunc(*l, func(p *program) bool { return p.owner == nil || p.owner == g })
+	at := slices.IndexFunc(*l, func(p *program) bool { return p.fits(g) })
 	if at >= 0 {
 		p := (*l)[at]
 		*l = slices.Delete(*l, at, at+1)
@@ -47,4 +47,11 @@ func (l *line) len() (n int) {
 		n += p.queue.Len()
 	}
 	return n
+}
+
+// fits reports whether a guest may compute the next block of the call. It has one block of a sequence at a time
+// where it would compute several at once.
+func (p *program) fits(g *guest) bool {
+	return (p.owner == nil || p.owner == g) && (p.state == nil || g.atOnce() == 1 ||
+		!slices.ContainsFunc(g.flight, func(f *flight) bool { return f.work.Program.(*program).state == p.state }))
 }

@@ -119,7 +119,6 @@ func (p *process) live() error {
 	g.conn.Close()
 	cause := p.cause(g, broke, failed)
 	h.leave(g, cause)
-	<-g.idle
 	return cause
 }
 
@@ -162,6 +161,5 @@ func (p *process) attached() {
 	err := p.cause(g, g.talk(), nil)
 	g.conn.Close()
 	h.leave(g, err)
-	<-g.idle
 	p.reportStart(err)
 }

@@ -29,6 +29,7 @@ type program struct {
 	call    string // its id
 	json    []byte // what a guest is told with its first block
 	lead    tensor.Shape
+	rows    int64        // of the call: the product of lead
 	owner   *guest       // the only one that computes it, where the model is stateful
 	state   *state       // of the sequence, nil of none
 	before  int64        // rows of the sequence
@@ -79,6 +80,10 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 			p.lead = in.Desc.Shape[:info.Axes(len(in.Desc.Shape))].Clone()
 		}
 	}
+	p.rows = 1
+	for _, n := range p.lead {
+		p.rows *= n
+	}
 	var err error
 	if text := c.Params["order"]; d.Ordered && text != "" {
 		if p.series, p.turn, err = orderOf(text); err != nil {
@@ -105,7 +110,10 @@ func (h *Host) bind(number int, d described, c engine.Call) (blocks.Bound, error
 func (h *Host) message(id uint64, w *blocks.Work) (*link.Run, error) {
 	p := w.Program.(*program)
 	info := p.info
-	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(p.before + w.Row), Rows: uint64(w.Rows), Model: uint16(p.model), Inputs: make([]link.Tensor, len(p.ports))}
+	m := &link.Run{Head: link.Head{ID: id}, Run: p.run, Row: uint64(p.before + w.Row), Rows: uint64(w.Rows), Model: uint16(p.model), Inputs: make([]link.Tensor, len(p.ports)), JSON: p.json}
+	if p.state == nil && (info.Rows == 0 || w.Rows == p.rows) {
+		m.Flags = link.Only
+	}
 	at := 0
 	for i, d := range w.Descs {
 		data, shape := w.In[i], d.Shape
@@ -145,7 +153,7 @@ func (h *Host) accept(g *guest, w *blocks.Work, a *link.Answer) (r result, err e
 	var taken []*link.Block
 	r.release = func() {
 		for _, b := range taken {
-			g.conn.GiveBack(b)
+			g.giveBack(b)
 		}
 	}
 	r.times.Compute = time.Duration(min(a.Nanos, uint64(h.cfg.block)))

@@ -26,6 +26,12 @@ func descriptors(t *testing.T) int {
 // TestWorkersAreKilledAtAnyTime kills processes at random under calls; WORKER_KILLS says
 // how often.
 func TestWorkersAreKilledAtAnyTime(t *testing.T) {
+	for _, name := range []string{"plus_one", "later", "threads"} {
+		t.Run(name, func(t *testing.T) { killWorkers(t, name) })
+	}
+}
+
+func killWorkers(t *testing.T, name string) {
 	testkit.Start(t)
 	kills := 10
 	if n, err := strconv.Atoi(os.Getenv("WORKER_KILLS")); err == nil {
@@ -33,7 +39,7 @@ func TestWorkersAreKilledAtAnyTime(t *testing.T) {
 	}
 	rng := testkit.Rand(t)
 	before := descriptors(t)
-	c := python(t, "plus_one")
+	c := python(t, name)
 	c.Processes, c.Log = 2, nil
 	h := start(t, c)
 	in := vector(100)

@@ -112,14 +112,12 @@ type Host struct {
 	blockIDs, runIDs atomic.Uint64
 	restarts         atomic.Int64
 
-	mu      sync.Mutex          // guards all below, and what guests and programs say of it
-	more    sync.Cond           // for guests: there may be something to do
-	lines   [2]line             // of the model, and of its companions
-	turn    int                 // whose is next
-	guests  map[*guest]struct{} // that are ready
-	waiting int                 // of these, how many have nothing to compute
-	info    *info               // as the first guest said
-	kept    kept                // by the process, between calls
+	mu     sync.Mutex          // guards all below, and what guests and programs say of it
+	lines  [2]line             // of the model, and of its companions
+	turn   int                 // whose is next
+	guests map[*guest]struct{} // that are ready
+	info   *info               // as the first guest said
+	kept   kept                // by the process, between calls
 	// stateBytes are those of the states of all guests.
 	stateBytes int64
 	// sessions have calls of a model with companions: by the channel that is closed at their end.
@@ -139,7 +137,6 @@ func Start(c Config) (*Host, error) {
 		ended:   make(chan struct{}), guests: make(map[*guest]struct{}), sessions: make(map[<-chan struct{}]*session),
 	}
 	h.engine = blocks.New(blocks.Config{Name: "python:" + c.Name, Device: h, Pool: h.pool, Budget: h.budget})
-	h.more.L = &h.mu
 	h.ctx, h.stop = context.WithCancel(context.Background())
 	ready := make(chan error, c.Processes)
 	for n := range c.Processes {
@@ -199,7 +196,6 @@ func (h *Host) Close() {
 	h.mu.Lock()
 	h.stop()
 	rest := h.takeAll()
-	h.more.Broadcast()
 	h.mu.Unlock()
 	rest.End(engine.ErrClosed)
 	h.all.Wait()
@@ -252,13 +248,24 @@ func (h *Host) Start(w *blocks.Work) {
 	}
 	if err == nil {
 		over = h.push(w)
+		h.tell()
 	}
-	h.more.Broadcast()
 	h.mu.Unlock()
 	if err != nil {
 		w.End(err)
 	}
 	over.End(errTurn)
+}
+
+// tell tells guests of the blocks that wait, those first that have none; mu is held, but given away meanwhile.
+func (h *Host) tell() {
+	for _, idle := range []bool{true, false} {
+		for g := range h.guests {
+			if (len(g.flight) == 0) == idle {
+				g.tell()
+			}
+		}
+	}
 }
 
 // Cancel implements blocks.Canceler.
@@ -319,9 +326,7 @@ func (h *Host) leave(g *guest, cause error) {
 	for _, f := range g.flight {
 		over.Push(f.work)
 	}
-	if g.passed != nil {
-		over.Push(g.passed)
-	}
+	g.flight = nil
 	for s := range g.states {
 		s.end(cause)
 	}

@@ -98,14 +98,14 @@ func TestPythonModelsPassTheSuite(t *testing.T) {
 			return []tensor.Tensor{y}, nil
 		}
 	}
+	more := change(func(b []byte) []byte {
+		for i := range b {
+			b[i]++
+		}
+		return b
+	})
 	for name, want := range map[string]func([]tensor.Tensor) ([]tensor.Tensor, error){
-		"echo": same,
-		"plus_one": change(func(b []byte) []byte {
-			for i := range b {
-				b[i]++
-			}
-			return b
-		}),
+		"echo": same, "plus_one": more, "later": more, "threads": more,
 		"first": func(in []tensor.Tensor) ([]tensor.Tensor, error) {
 			var b []byte
 			for i := 0; i < len(in[0].Data); i += 9 {
@@ -295,6 +295,21 @@ func TestAModelThatDoesNotLoadSaysWhy(t *testing.T) {
 	c.Version = "9"
 	_, err = Start(c)
 	require.ErrorContains(t, err, "version")
+}
+
+func TestCallsThatAProcessComputesAtOnceEndWithIt(t *testing.T) {
+	testkit.Start(t)
+	h := start(t, python(t, "waits"))
+	var calls sync.WaitGroup
+	for _, what := range []string{"", "", "", "exit"} {
+		calls.Go(func() {
+			if _, err := do(t.Context(), h, what); !errors.Is(err, engine.ErrUnavailable) || !strings.Contains(err.Error(), "exit status 3") {
+				t.Errorf("%q: %v", what, err)
+			}
+		})
+	}
+	calls.Wait()
+	testkit.Eventually(t, func() bool { return h.gauges()[0].Value == 1 }, "another process")
 }
 
 func TestHealthIsThatOfTheProcesses(t *testing.T) {

@@ -15,10 +15,11 @@ var ErrMessage = errors.New("link: bad message")
 
 // Flags of a message.
 const (
-	Long       = 1 // json is a range
-	Regions    = 2 // of a call: regions are wanted
-	Idempotent = 8 // of a call: it may be repeated
-	Piece      = 4 // of a region: its range is handed over
+	Long       = 1  // json is a range
+	Regions    = 2  // of a call: regions are wanted
+	Idempotent = 8  // of a call: it may be repeated
+	Piece      = 4  // of a region: its range is handed over
+	Only       = 16 // of a run: it has no other block, and no end
 )
 
 // How an input or a result travels.

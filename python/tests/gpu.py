@@ -49,6 +49,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.gpu.add(self, Node([self.tail, other.tail], lambda: None))
 
+    def synchronize(self) -> None:
+        assert self.gpu.gate.wait(WAIT), "the gate stays shut"
+        self.gpu.synchronized += 1
+        self.gpu.run(self.tail)
+
     def record_event(self, event: Event) -> Event:
         if self.gpu.lost:
             raise RuntimeError("CUDA error: the context is lost")
@@ -156,6 +161,7 @@ class Gpu:
         self.registered: dict[int, int] = {}
         self.early: list[Node] = []  # copies whose memory became another's before they ran
         self.refuses = 0
+        self.synchronized = 0  # how often a stream was
 
     def torch(self) -> Any:
         cuda = types.SimpleNamespace(

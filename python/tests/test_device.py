@@ -41,7 +41,7 @@ def plus(n: int) -> Callable[[int], int]:
 class Host:
     """The other end of a worker's link. A thread reads it: what it answers is seen, and written over, at once."""
 
-    def __init__(self, test: unittest.TestCase, gpu: Gpu, model: Any) -> None:
+    def __init__(self, test: unittest.TestCase, gpu: Gpu, model: Any, idle: bool = False) -> None:
         self.gpu = gpu
         self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         hello = {"link": wire.LINK, "version": PROGRAM_VERSION, "memory": 1 << 20}
@@ -55,6 +55,8 @@ class Host:
         self.model = load(self.worker, model, {"array": "torch", "device": "cuda", "rows": 1})
         self.device = self.worker.device
         assert self.device is not None
+        if not idle:  # as if there were another block
+            self.device.idle = lambda: False  # type: ignore[method-assign]
         self.begun, follow = threading.Semaphore(0), self.device.follow
         self.device.follow = lambda block: (follow(block), self.begun.release())  # type: ignore[assignment,func-returns-value]
         self.threads = [threading.Thread(target=f) for f in (self.read, self.serve)]
@@ -205,6 +207,36 @@ class Overlap(unittest.TestCase):
                 self.assertEqual(host.ready["blocks"], BLOCKS)
                 gpu.gate.set()
                 self.assertEqual([host.answer() for _ in range(3)], [(n, bytes([n + 1]) * SIZE) for n in (1, 2, 3)])
+
+    def test_a_block_that_is_alone_takes_one_stream_and_one_synchronization(self) -> None:
+        for eager in EAGER:
+            with self.subTest(eager=eager):
+                gpu = self.gpu(eager)
+                host = Host(self, gpu, lambda x: x.map(plus(1)), idle=True)
+                for id in range(1, 2 * PLACES):
+                    host.run(id, bytes([id]) * SIZE)
+                    self.assertEqual(host.answer(), (id, bytes([id + 1]) * SIZE))
+                self.assertEqual((set(gpu.ran), gpu.synchronized), ({"main"}, 2 * PLACES - 1))
+                gpu.lost = True
+                host.run(99, bytes(SIZE))
+                self.assertEqual(host.answer(), (99, None))
+
+    def test_a_block_behind_one_that_was_alone_is_not(self) -> None:
+        gpu, began, go = self.gpu(), threading.Event(), threading.Event()
+
+        def model(x: Any) -> Any:
+            began.set()
+            self.assertTrue(go.wait(WAIT))
+            return x.map(plus(1))
+
+        host = Host(self, gpu, model, idle=True)
+        host.run(1, bytes(SIZE))
+        self.assertTrue(began.wait(WAIT))
+        for id in (2, 3):
+            host.run(id, bytes(SIZE))
+        go.set()
+        self.assertEqual([host.answer() for _ in range(3)], [(id, b"\1" * SIZE) for id in (1, 2, 3)])
+        self.assertEqual(gpu.ran[:4], ["main", "main", "main", "into"])
 
     def test_a_failure_is_that_of_its_block_and_is_answered_after_its_copies(self) -> None:
         def model(x: Any) -> Any:

@@ -63,18 +63,14 @@ class Pins(unittest.TestCase):
         os.truncate(fd, 1 << 16)
         return Memory(1, 1 << 16, fd)
 
-    def worker(self, device: Any) -> Any:
-        model = types.SimpleNamespace(like=_tensor.Like("torch", device))
-        return types.SimpleNamespace(model=model, pins=True)
-
     def test_memory_is_registered_once_and_for_as_long_as_it_is_known(self) -> None:
         cudart, memory = Cudart(), self.memory()
         fake = types.SimpleNamespace(cuda=types.SimpleNamespace(cudart=lambda: cudart))
         with unittest.mock.patch.dict(sys.modules, torch=fake):  # type: ignore[dict-item]
-            Worker.pin(self.worker(None), memory)
+            Worker.pin(types.SimpleNamespace(pins=False, pinning=threading.Lock()), memory)  # type: ignore[arg-type]
             self.assertEqual(cudart.registered, {})
             for _ in range(2):
-                Worker.pin(self.worker("cuda:0"), memory)
+                Worker.pin(types.SimpleNamespace(pins=True, pinning=threading.Lock()), memory)  # type: ignore[arg-type]
                 self.assertEqual(cudart.registered, {memory.base: 1 << 16})
         view = memoryview(memory.map)
         del memory
@@ -245,6 +241,27 @@ class Says(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "cannot be called"):
             prepare(3)
 
+    def test_what_may_be_computed_at_a_time(self) -> None:
+        async def coroutine(x: Any) -> Any: ...
+
+        class Called(tf.Model):
+            async def compute(self, x: Any) -> Any: ...
+
+        class Three(Called):
+            concurrency = 3
+
+        for target, said, want in (
+            (coroutine, {}, (16, 1)), (coroutine, {"concurrency": 2}, (2, 1)), (Called, {}, (16, 1)), (Three, {}, (3, 1)),
+            (lambda x: x, {}, (1, 1)), (lambda x: x, {"concurrency": 4}, (4, 4)), (coroutine, {"stateful": True}, (1, 1)),
+        ):  # fmt: skip
+            model = prepare(target, said)
+            self.assertEqual((model.concurrency, model.threads, model.ready()["concurrency"]), (*want, want[0]))
+        with self.assertRaisesRegex(ValueError, "concurrency=2: a model that is stateful computes one block at a time"):
+            prepare(coroutine, {"stateful": True, "concurrency": 2})
+        for wrong in (0, -1, 257, "many", 1.5):
+            with self.assertRaisesRegex(ValueError, "it is 1 to 256"):
+                prepare(coroutine, {"concurrency": wrong})
+
     def test_params_are_read_as_their_kind(self) -> None:
         p = tf.Param(float, 2.0)
         self.assertEqual((p.parse("a", "3"), p.parse("a", None)), (3.0, 2.0))
@@ -411,6 +428,183 @@ class Computes(unittest.TestCase):
 
         with self.assertRaisesRegex(tf.Internal, "not today"):
             self.served(Given).compute("m", tf.Tensor(b"x"))
+
+    def test_coroutines_wait_for_each_other(self) -> None:
+        n, waiting = 8, []
+
+        async def f(x: Any, call: Any) -> Any:
+            waiting.append(call.id)
+            while len(waiting) < n:
+                await asyncio.sleep(0.001)
+            return x
+
+        c = self.served(f, array="tensor")
+        calls = [c.call("m", {"x": tf.Tensor(b"%d" % i)}) for i in range(n)]
+        self.assertEqual([bytes(call.result()["y"]) for call in calls], [b"%d" % i for i in range(n)])
+        self.assertEqual(len(set(waiting)), n)
+
+    def test_no_more_are_computed_at_a_time_than_is_said(self) -> None:
+        running, lock = [0], threading.Lock()
+
+        def counts(step: int) -> int:
+            with lock:
+                running[0] += step
+                return running[0]
+
+        async def coroutine(x: Any) -> Any:
+            y = tf.Tensor(bytes([counts(1)]))
+            await asyncio.sleep(0.01)
+            counts(-1)
+            return y
+
+        def function(x: Any) -> Any:
+            y = tf.Tensor(bytes([counts(1)]))
+            time.sleep(0.01)
+            counts(-1)
+            return y
+
+        for wait, concurrency in ((True, 3), (False, 3), (False, None)):
+            c = self.served(coroutine if wait else function, array="tensor", concurrency=concurrency)
+            for call in [c.call("m", {"x": tf.Tensor(b"x")}) for _ in range(12)]:
+                self.assertLessEqual(bytes(call.result()["y"])[0], concurrency or 1)
+
+    def test_threads_wait_for_each_other(self) -> None:
+        barrier = threading.Barrier(3)
+
+        def f(x: Any, call: Any) -> Any:
+            y = call.empty(x.shape, "uint8")
+            barrier.wait(10)
+            y.data[:] = bytes(x.data)
+            if bytes(x.data) == b"2":
+                raise tf.ModelError("not today")
+            return y
+
+        c = self.served(f, array="tensor", concurrency=3)
+        for _ in range(5):
+            calls = [c.call("m", {"x": tf.Tensor(b"%d" % i)}) for i in range(3)]
+            for i, call in enumerate(calls[:2]):
+                self.assertEqual(bytes(call.result()["y"]), b"%d" % i)
+            with self.assertRaisesRegex(tf.Internal, "not today"):
+                calls[2].result()
+
+        class Later:
+            def __init__(self, x: Any) -> None:
+                self.x = x
+
+            def __await__(self) -> Any:
+                yield from asyncio.sleep(0).__await__()
+                return self.x
+
+        c = self.served(lambda x, y=None: Later(x), array="tensor", concurrency=2)
+        with self.assertRaisesRegex(tf.Internal, "TypeError in the model's code"):
+            c.compute("m", tf.Tensor(b"x"))
+        c = self.served(lambda x, y=None: Later(x), array="tensor")
+        self.assertEqual(bytes(c.compute("m", tf.Tensor(b"x"))), b"x")
+
+    def test_a_cancelled_thread_is_heard_while_others_compute(self) -> None:
+        began, go = threading.Semaphore(0), threading.Event()
+
+        def f(x: Any, call: Any) -> Any:
+            began.release()
+            while not call.cancelled and not go.is_set():
+                time.sleep(0.001)
+            if call.cancelled:
+                go.set()
+            return x
+
+        for threads in (2, 3):  # nobody reads, or another
+            c = self.served(f, array="tensor", concurrency=threads)
+            calls = [c.call("m", {"x": tf.Tensor(b"x")}) for _ in range(2)]
+            for _ in calls:
+                self.assertTrue(began.acquire(timeout=10))
+            calls[0].cancel()
+            self.assertEqual(bytes(calls[1].result()["y"]), b"x")
+            go.clear()
+
+    def test_each_coroutine_ends_with_its_own_error(self) -> None:
+        began, ended, go = threading.Semaphore(0), [], threading.Event()
+
+        async def f(x: Any, call: Any) -> Any:
+            what = bytes(x.data)
+            began.release()
+            try:
+                while not go.is_set():
+                    await asyncio.sleep(0.001)
+                if what == b"public":
+                    raise tf.ModelError("no such weather")
+                if what == b"bug":
+                    raise KeyError
+                if what == b"cancelled":
+                    raise asyncio.CancelledError
+            finally:
+                ended.append(what)
+            y = call.empty(x.shape, "uint8")
+            y.data[:] = what
+            return y
+
+        with tf.serve(f, port=0, name="m", array="tensor") as server:
+            c = tf.connect(server.address)
+            self.addCleanup(c.close)
+            says = (b"good", b"public", b"bug", b"cancelled", b"late", b"given up")
+            calls = {what: c.call("m", {"x": tf.Tensor(what)}, timeout=1 if what == b"late" else None) for what in says}
+            for _ in calls:
+                self.assertTrue(began.acquire(timeout=10))
+            calls[b"given up"].cancel()
+            with self.assertRaises(tf.DeadlineExceeded):
+                calls[b"late"].result()
+            eventually(lambda: len(ended) == 2)
+            self.assertEqual(set(ended), {b"late", b"given up"})
+            go.set()
+            self.assertEqual(bytes(calls[b"good"].result()["y"]), b"good")
+            for what, error in {
+                b"public": "no such weather", b"bug": "KeyError in the model's code", b"cancelled": "the model was cancelled"
+            }.items():  # fmt: skip
+                with self.assertRaisesRegex(tf.Internal, error):
+                    calls[what].result()
+            with self.assertRaises(tf.Cancelled):
+                calls[b"given up"].result()
+
+    def test_coroutines_have_a_call_each_and_one_of_a_sequence_at_a_time(self) -> None:
+        seen: dict[str, list[Any]] = {}
+
+        async def f(x: Any, call: Any) -> Any:
+            row = call.row
+            n = call.state["n"] = call.state.get("n", 0) + call.rows
+            seen.setdefault(call.id, []).append(row)
+            await asyncio.sleep(0.001 * (row % 3))
+            self.assertEqual(call.row, row)
+            if call.max_rows:
+                self.assertEqual(call.state["n"], n)
+            return x
+
+        c = self.served(f, array="tensor", rows=1, block_rows=2, inputs={"x": "uint8"})
+        x = tf.Tensor(pattern(24))
+        call = c.call("m", {"x": x})
+        with c.sequence("m", max_rows=48) as one, c.sequence("m", max_rows=48) as two:
+            for _ in range(2):
+                for s in (one, two):
+                    self.assertEqual(bytes(s.step(x)), pattern(24))
+        self.assertEqual(bytes(call.result()["y"]), pattern(24))
+        rows = sorted(seen.values(), key=len)
+        self.assertEqual(sorted(rows[0]), list(range(0, 24, 2)))
+        self.assertEqual(rows[1:], [list(range(0, 48, 2))] * 2)
+
+    def test_a_server_that_closes_lets_coroutines_end(self) -> None:
+        began = threading.Semaphore(0)
+
+        async def f(x: Any) -> Any:
+            began.release()
+            await asyncio.sleep(0.3)
+            return x
+
+        with tf.serve(f, port=0, name="m", array="tensor") as server:
+            c = tf.connect(server.address)
+            self.addCleanup(c.close)
+            calls = [c.call("m", {"x": tf.Tensor(b"x")}) for _ in range(3)]
+            for _ in calls:
+                self.assertTrue(began.acquire(timeout=10))
+        for call in calls:
+            self.assertEqual(bytes(call.result()["y"]), b"x")
 
     def test_a_server_does_not_need_somewhere_to_log(self) -> None:
         closed, full = io.StringIO(), unittest.mock.Mock()

@@ -1,5 +1,6 @@
 """Models of the tests of engine/worker, in the standard library alone."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -30,6 +31,33 @@ def first(x, call):
     if x.shape[0]:
         _bytes(y)[:] = bytes(_bytes(x))[:: x.shape[1]]
     return y
+
+
+@tf.model(rows=1, block_rows=7, inputs={"x": ("uint8", [-1, -1])}, outputs={"y": ("uint8", [-1, -1])}, array="tensor")
+async def later(x, call):
+    await asyncio.sleep(0.001 * (call.row % 3))
+    return plus_one(x, call)
+
+
+@tf.model(rows=1, block_rows=7, inputs={"x": ("uint8", [-1, -1])}, outputs={"y": ("uint8", [-1, -1])}, array="tensor", concurrency=3)
+def threads(x, call):
+    return plus_one(x, call)
+
+
+@tf.model(inputs={"x": "uint8"}, params={"do": tf.Param(str, "")}, array="tensor", rows=1)
+async def waits(x, call):
+    """Waits for a call that has something to do."""
+    what, waits.calls = call.params["do"], waits.calls + 1
+    while not what:
+        await asyncio.sleep(0.001)
+    while waits.calls < 4:
+        await asyncio.sleep(0.001)
+    if what == "exit":
+        os._exit(3)
+    return x
+
+
+waits.calls = 0
 
 
 @tf.model(array="tensor")
@@ -71,13 +99,13 @@ def does(x, call):
         from tensorferry import _wire as wire
 
         link = call._worker.link
-        link.send(wire.encode(wire.ANSWER, call._worker.block.id, outputs=[{"dtype": 6, "shape": list(x.shape), "range": (1, 1 << 20, 8)}]))
+        link.send(wire.encode(wire.ANSWER, call._block.run["id"], outputs=[{"dtype": 6, "shape": list(x.shape), "range": (1, 1 << 20, 8)}]))
         time.sleep(60)
     elif what == "twice":
         from tensorferry import _wire as wire
 
         for _ in range(3):
-            call._worker.link.send(wire.encode(wire.ANSWER, call._worker.block.id, code=2, json=b"{}"))
+            call._worker.link.send(wire.encode(wire.ANSWER, call._block.run["id"], code=2, json=b"{}"))
     elif what == "scribble":  # over all that it has mapped
         for m in call._worker.link.memories.values():
             m.map[:] = b"\xee" * m.size

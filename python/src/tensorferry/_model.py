@@ -23,6 +23,7 @@ ALL_BUT_LAST = -2
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (str, int, float, bool)}
 _ROWS = {"all": ALL_AXES, "all_but_last": ALL_BUT_LAST}
+COROUTINES, MOST_CONCURRENCY = 16, 256  # blocks at a time: of an `async def` model that does not say; of any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +82,17 @@ class Call:
         self.row = 0  # the first row of the block, in the sequence or the call
         self.rows = 0  # how many it has
         self._worker = worker
+        self._block: Any = None  # that is computed
         self._bytes = self._look = 0  # of state, and when to count them again
 
     @property
     def cancelled(self) -> bool:
         """Whether nobody wants the result any more: a long computation looks now and then, and returns anything."""
-        return bool(self._worker.cancelled())
+        return bool(self._worker.cancelled(self._block))
 
     def empty(self, shape: Sequence[int], dtype: str = "float32") -> Any:
         """An array of the model's kind in shared memory. As a result it is not copied."""
-        return self._worker.empty(tuple(shape), dtype)
+        return self._worker.empty(self._block, tuple(shape), dtype)
 
 
 class Model:
@@ -106,6 +108,7 @@ class Model:
     idempotent: Optional[bool] = None
     array: Optional[str] = None
     train: Optional[bool] = None
+    concurrency: Optional[int] = None
     version: Optional[str] = None
     about: Optional[Mapping[str, str]] = None
 
@@ -124,7 +127,7 @@ class Model:
 
 DECLARED = (
     "inputs", "outputs", "rows", "block_rows", "params", "device", "stateful", "idempotent", "array", "train",
-    "version", "about",
+    "concurrency", "version", "about",
 )  # fmt: skip
 
 
@@ -170,6 +173,8 @@ class Prepared:
     name: str = ""  # of a companion
     keeps: bool = False  # calls leave something that takes memory
     ordered: bool = False  # calls may say in which order they run
+    concurrency: int = 1  # blocks at a time
+    threads: int = 1  # that compute them
     companions: list[Prepared] = dataclasses.field(default_factory=list)
     training: Any = None  # what they share
 
@@ -209,6 +214,7 @@ class Prepared:
             "block_rows": self.block_rows,
             "about": self.about,
             "stateful": self.stateful,
+            "concurrency": self.concurrency,
             "idempotent": self.idempotent,
             "params": [
                 {"name": n, "kind": p.kind.__name__, "default": text(p), "meaning": p.meaning}
@@ -320,9 +326,15 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
         about.setdefault("parameters", str(count))
     like = Like("torch", None if device == "cpu" else device) if array == "torch" else default_like(array)
     params = dict(said.get("params") or {})
-    names, usual, wants_call, known = _signature(
-        made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute, params
-    )
+    own_code = made.compute if isinstance(made, Model) and type(made).__call__ is Model.__call__ else compute
+    names, usual, wants_call, known = _signature(own_code, params)
+    coroutine = any(map(inspect.iscoroutinefunction, (own_code, getattr(own_code, "__call__", None))))  # noqa: B004
+    one = "trains" if trains else "is stateful" if said.get("stateful") else ""
+    concurrency = said.get("concurrency", COROUTINES if coroutine and not one else 1)
+    if not isinstance(concurrency, int) or not 1 <= concurrency <= MOST_CONCURRENCY:
+        raise ValueError(f"tensorferry: concurrency={concurrency!r}; it is 1 to {MOST_CONCURRENCY}")
+    if one and concurrency > 1:
+        raise ValueError(f"tensorferry: concurrency={concurrency}: a model that {one} computes one block at a time")
     needed = [n for n in names if n not in usual]
     if "x" not in names and len(needed) <= module:  # the only one that is needed, whatever its name
         names = ["x", *[n for n in names if n not in (needed or names)[:1]]]
@@ -354,6 +366,8 @@ def _prepared(made: Any, said: dict[str, Any], training: Mapping[str, Any]) -> P
         by_name={n for n, p in inputs.items() if known is None or known.issuperset(inputs) or p.optional},
         wants_call=wants_call,
         module=module,
+        concurrency=concurrency,
+        threads=1 if coroutine else concurrency,
     )
     if trains:
         _train(prepared, made, trainer, training)

@@ -25,7 +25,7 @@ HELLO, MEMORY, FORGET, TAKE, GIVE, DONE = 1, 2, 3, 4, 5, 8
 ASK, CALL, DATA, CANCEL, RESULT, REGION = 10, 11, 12, 13, 14, 15
 READY, RUN, ANSWER, END, GONE, KEPT = 20, 21, 22, 23, 24, 25
 
-LONG, REGIONS, PIECE, IDEMPOTENT = 1, 2, 4, 8  # flags
+LONG, REGIONS, PIECE, IDEMPOTENT, ONLY = 1, 2, 4, 8, 16  # flags
 PIECES, WHOLE = 0, 1  # how an input or a result travels
 
 HEAD = struct.Struct("<BBHIQ")
@@ -35,6 +35,7 @@ _REGION = struct.Struct("<IQQIQQ")
 _DATA = struct.Struct("<BBHIQIIQQ")
 _TAKE = struct.Struct("<BBHIQQI")
 _CALL = struct.Struct("<BBHIQII")
+_ANSWER = struct.Struct("<BBHIQHQH")
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 _NUMBERS = {name: struct.Struct("<" + code) for name, code in (("u8", "B"), ("u16", "H"), ("u32", "I"), ("u64", "Q"))}
@@ -168,6 +169,18 @@ def pack_give(ranges: Sequence[tuple[int, int, int]]) -> bytes:
 def pack_cancel(id: int) -> bytes:
     """Return a cancel."""
     return HEAD.pack(CANCEL, 0, 0, 16, id)
+
+
+Placed = tuple[int, tuple[int, ...], Extent]  # data type, shape and range of an output
+
+
+def pack_answer(id: int, code: int, nanos: int, outputs: Sequence[Placed], json: bytes) -> bytes:
+    """Return an answer."""
+    body = b"".join([tensor(dtype, shape) + RANGE.pack(*place) for dtype, shape, place in outputs]) + json
+    size = _ANSWER.size + len(body)
+    if size > PACKET_BYTES:
+        raise WireError(f"an answer of {size} bytes; at most {PACKET_BYTES} fit into a packet")
+    return _ANSWER.pack(ANSWER, 0, 0, size, id, code, nanos, len(outputs)) + body
 
 
 Announced = tuple[int, str, int, tuple[int, ...], int, Extent]

@@ -1,17 +1,20 @@
 """Computes blocks of one model for a tensorferry server: the guest of docs/link.md in the role of a worker.
 
-One thread reads, computes and answers; for a model on a GPU another answers (_device). Inputs are views of memory that
-the server lends until the answer; results are copied into such memory once, or not at all where they lie there already.
+A thread reads, computes and answers. Coroutines run in its event loop, which reads while there are any; of several
+threads each computes the block that it has read; for a model on a GPU another answers (_device). Inputs are views of
+memory that the server lends until the answer; results are copied into such memory once, or not at all where they lie
+there already.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import copy
 import dataclasses
 import inspect
 import socket
 import sys
+import threading
 import time
 import traceback
 from typing import Any, Callable, Optional
@@ -36,11 +39,18 @@ _STAND_INS = ("uint8", "uint16")  # what numpy has for data types that it lacks
 class Block:
     """A block that is computed, and what it holds until its answer."""
 
-    id: int
+    run: dict[str, Any]  # the message
     begin: int  # in nanoseconds
+    model: Prepared
+    call: Any = None
+    only: bool = False  # of its call
+    alone: bool = False  # on a device
+    unwanted: bool = False
+    task: Any = None  # of a coroutine
+    places: list[tuple[int, wire.Extent]] = dataclasses.field(default_factory=list)  # of inputs: results may lie there
     made: list[Range] = dataclasses.field(default_factory=list)  # for its results, by address
     named: list[Range] = dataclasses.field(default_factory=list)  # of these, what the answer names
-    outputs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    outputs: list[wire.Placed] = dataclasses.field(default_factory=list)
     code: int = 0
     says: bytes = b""
     keep: list[Any] = dataclasses.field(default_factory=list)  # what copies on a device read and write
@@ -52,21 +62,20 @@ class Block:
 
 
 class Worker:
-    """Serves one model over one link, from one thread."""
+    """Serves one model over one link."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.set_inheritable(False)
         self.link = Link(sock, "worker", timeout=HELLO_SECONDS)
         self.runs: dict[int, Any] = {}  # Call, or the exception that refuses it
-        self.block = Block(0, 0)  # that is computed
-        self.unwanted = False
+        self.blocks: dict[int, Block] = {}  # that are computed
+        self.reading, self.pinning = threading.Lock(), threading.Lock()
         self.device: Optional[Device] = None  # of a model on a GPU that does not train
-        self.pins = True  # CUDA has not refused to register memory
-        self.model: Prepared  # whose block is computed
-        self.models: list[Prepared] = []  # that one, and its companions
+        self.pins = False  # memory is registered with CUDA: the model is on a GPU, and CUDA has not refused
+        self.models: list[Prepared] = []  # the model, and its companions
         self.training: Any = None
         self.told: Any = None  # what the server knows that training keeps
-        self.loop: Any = None  # of async models
+        self.loop: Any = None  # of coroutines
 
     def refuse(self, err: BaseException) -> None:
         """Says that the model does not load."""
@@ -75,31 +84,72 @@ class Worker:
 
     def serve(self, model: Prepared) -> None:
         """Computes until the end of the link."""
-        self.model, self.models, self.training = model, [model, *model.companions], model.training
+        self.models, self.training = [model, *model.companions], model.training
         if self.training is not None:
             self.training.room = int(self.link.host.get("memory", 0)) // 2
+        self.pins = str(model.like.device).startswith("cuda")
         ready = model.ready()
         if self.device is not None:
             ready["blocks"] = BLOCKS
+        threads = [threading.Thread(target=self.read, daemon=True) for _ in range(model.threads - 1)]
         device = contextlib.closing(self.device) if self.device else contextlib.nullcontext()
         with contextlib.suppress(LinkError), device:
             self.link.send(wire.encode(wire.READY, json=wire.to_json(ready)))
-            while True:
-                deadline = None if self.training is None else self.training.tidy()
-                self.tell()
-                message = self.link.receive(deadline)
-                if message is None:
-                    if self.link.dead is None:
-                        continue
-                    return
-                if message["kind"] == wire.RUN:
-                    self.run(message)
-                elif message["kind"] == wire.END:
-                    self.end(self.runs.pop(message["id"], None))
-                    if not any(isinstance(call, Call) and not call.max_rows for call in self.runs.values()):
-                        self.tidy()
-                elif message["kind"] == wire.GONE and self.training is not None:
-                    self.training.gone(message["id"])
+            for thread in threads:
+                thread.start()
+            self.read()
+            for thread in threads:
+                thread.join()
+
+    def read(self) -> None:
+        """Computes what it reads until the end of the link, or ends it."""
+        link = self.link
+        try:
+            while link.dead is None:
+                with self.reading:
+                    deadline = None if self.training is None else self.training.tidy()
+                    self.tell()
+                    message = link.receive(deadline)
+                    block = None if message is None else self.handle(message)
+                if link._waiting:  # a thread that waits for memory reads if no other does
+                    link._pass_on()
+                if block is not None:
+                    self.run(block)
+                    self.run_tasks()
+        except LinkError:
+            pass
+        finally:
+            link.end("the worker has ended")
+
+    def handle(self, message: dict[str, Any]) -> Optional[Block]:
+        """Does what a message says, and returns the block that is to be computed."""
+        kind, id = message["kind"], message["id"]
+        if kind == wire.RUN:
+            block = self.blocks[id] = Block(message, time.perf_counter_ns(), self.models[message["model"]])
+            call, block.only = self.runs.get(message["run"]), bool(message["flags"] & wire.ONLY)
+            if call is None:
+                call = self.call(block.model, message)
+                if not block.only:
+                    self.runs[message["run"]] = call
+            elif block.model.concurrency > 1 and not call.max_rows:  # a sequence has one block at a time
+                call = copy.copy(call)
+            block.call = call
+            return block
+        if kind == wire.CANCEL and id in self.blocks:
+            block = self.blocks[id]
+            block.unwanted = True
+            if block.task is not None:
+                block.task.cancel()
+        elif kind == wire.END:
+            self.ended(self.runs.pop(id, None))
+        elif kind == wire.GONE and self.training is not None:
+            self.training.gone(id)
+        return None
+
+    def ended(self, call: Any) -> None:
+        self.end(call)
+        if not self.blocks and not any(isinstance(c, Call) and not c.max_rows for c in list(self.runs.values())):
+            self.tidy()
 
     def end(self, call: Any) -> None:
         """Closes what a call, or a sequence, has kept."""
@@ -130,22 +180,34 @@ class Worker:
         """Gives memory back that other processes of the model may wait for."""
         link = self.link
         link.collect()
-        kept = sum(r.length for ranges in link._free.values() for r in ranges)
+        kept = sum(length * len(ranges) for length, ranges in link._free.items())
         if kept > int(link.host.get("memory", 0)) // KEPT_SHARE:
             link.trim()
 
-    def run(self, message: dict[str, Any]) -> None:
-        block = self.block = Block(message["id"], time.perf_counter_ns())
-        self.unwanted = False
-        self.model = self.models[message["model"]]
+    def run(self, block: Block) -> None:
+        model = block.model
         try:
-            block.outputs = self.compute(block, message)
+            with model.mode():
+                said = self.begin(block)
+                if not inspect.isawaitable(said):
+                    block.outputs = self.results(block, said)
+                elif model.threads > 1:
+                    raise TypeError(f"{model.threads} threads compute functions, not coroutines: use `async def`")
+                else:
+                    self.add_task(block, said)
+                    return
         except Exception as err:  # at the end of the link the answer says so
             block.fail(err)
+        self.done(block)
+
+    def done(self, block: Block) -> None:
+        del self.blocks[block.run["id"]]
         if self.device is not None:
             self.device.follow(block)
         else:
             self.answer(block, time.perf_counter_ns() - block.begin)
+        if block.only:
+            self.ended(block.call)
 
     def answer(self, block: Block, nanos: int) -> None:
         """Hands the results over, or says why there are none."""
@@ -156,24 +218,19 @@ class Worker:
             held.clear()
         if self.training is not None and self.training.bytes > self.told["kept"]:
             self.tell()  # first: it is charged before another call is admitted
-        self.link.send(
-            wire.encode(
-                wire.ANSWER, block.id, code=block.code, nanos=nanos, outputs=block.outputs, json=block.says
-            )
-        )  # fmt: skip
+        self.link.send(wire.pack_answer(block.run["id"], block.code, nanos, block.outputs, block.says))
 
-    def compute(self, block: Block, message: dict[str, Any]) -> list[dict[str, Any]]:
-        model = self.model
-        call = self.runs.get(message["run"])
-        if call is None:
-            call = self.runs[message["run"]] = self.begin(message)
+    def begin(self, block: Block) -> Any:
+        """Has the model compute a block, and returns what it says."""
+        model, call, message = block.model, block.call, block.run
         if isinstance(call, Exception):
             raise call
-        call.row, call.rows = message["row"], message["rows"]
-        if self.device is not None and self.cancelled():  # while it waited for others
-            raise ModelError("the call was cancelled")
+        call._block, call.row, call.rows = block, message["row"], message["rows"]
+        if self.device is not None:
+            if self.cancelled(block):  # while it waited for others
+                raise ModelError("the call was cancelled")
+            block.alone = self.device.idle() and not self.link.inbox and model.concurrency == 1
         given: dict[str, Any] = {}
-        places: list[tuple[int, wire.Extent]] = []  # of inputs: results may lie there
         for (name, port), placed in zip(model.inputs.items(), message["inputs"]):
             if not placed["dtype"]:  # it was left out
                 continue
@@ -181,36 +238,36 @@ class Worker:
             buffer: Any = bytearray()
             if extent.length:
                 memory = self.link.locate(extent)
-                self.pin(memory)
+                if self.pins:
+                    self.pin(memory)
                 block.keep.append(memory)
-                buffer = (ctypes.c_ubyte * extent.length).from_buffer(memory.map, extent.offset)
-                places.append((memory.base + extent.offset, extent))
+                buffer = memoryview(memory.map)[extent.offset : extent.offset + extent.length]
+                block.places.append((memory.base + extent.offset, extent))
             like = model.like if self.device is None else model.like._replace(device=None)
             x = tensors.view(like, placed["dtype"], tuple(placed["shape"]), buffer)
             if isinstance(x, tensors.Tensor) and model.like.kind != "tensor":
                 raise ModelError(f"input {name} is {x.dtype}, which this {model.like.kind} does not have")
             if model.like.kind == "numpy" and port.whole and model.rows:
                 x.flags.writeable = False  # other blocks read it
-            given[name] = x if self.device is None else self.device.bring(x)
+            given[name] = x if self.device is None else self.device.bring(block, x)
         args, named = model.arguments(given)
         if model.wants_call:
             named["call"] = call
-        with model.mode():
-            said = model.compute(*args, **named)
-            if inspect.isawaitable(said):
-                said = self.finish(said)
-            # All are looked at before memory is taken.
-            sources = [
-                self.source(name, model.outputs[name].dtypes, v) for name, v in named_results(list(model.outputs), said)
-            ]
-            # Where a model has rows, memory of the input is kept for a chunk of every result:
-            # none may be narrower than the input.
-            widest = max((e.length for _, e in places), default=0)
-            if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
-                places = []
-            outputs = [self.place(block, s, number, places) for s, number in sources]
-        if call.max_rows:
-            block.says = self.grown(call)
+        return model.compute(*args, **named)
+
+    def results(self, block: Block, said: Any) -> list[wire.Placed]:
+        """What an answer says of what the model said."""
+        model = block.model
+        # All are looked at before memory is taken.
+        sources = [self.source(model, name, v) for name, v in named_results(list(model.outputs), said)]
+        # Where a model has rows, memory of the input is kept for a chunk of every result:
+        # none may be narrower than the input.
+        widest = max((e.length for _, e in block.places), default=0)
+        if model.rows and any(0 < s.nbytes < widest for s, _ in sources):
+            block.places.clear()
+        outputs = [self.place(block, s, number) for s, number in sources]
+        if block.call.max_rows:
+            block.says = self.grown(block.call)
         return outputs
 
     def grown(self, call: Call) -> bytes:
@@ -223,50 +280,76 @@ class Worker:
         call._look = end + 20 * (end - begin)
         return b'{"state":%d}' % call._bytes if call._bytes != told else b""
 
-    def finish(self, said: Any) -> Any:
-        """Runs what an async model returned to its end. A cancelled call cancels it."""
+    def add_task(self, block: Block, said: Any) -> None:
+        """Has the loop run what the model has returned to its end."""
         import asyncio
+
+        def finish(task: Any) -> None:
+            try:
+                block.outputs = self.results(block, task.result())
+            except asyncio.CancelledError:
+                block.fail(ModelError("the model was cancelled"))
+            except Exception as err:
+                block.fail(err)
+            with contextlib.suppress(LinkError):  # look notices
+                self.done(block)
+            if not self.blocks:
+                self.loop.stop()
 
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
-        loop, task = self.loop, asyncio.ensure_future(said, loop=self.loop)
+            self.loop.add_reader(self.link._sock, self.look)
+        block.task = asyncio.ensure_future(said, loop=self.loop)
+        block.task.add_done_callback(finish)
 
-        def look() -> None:
-            if self.cancelled():
-                loop.remove_reader(self.link._sock)
-                task.cancel()
+    def run_tasks(self) -> None:
+        """Runs the loop, which handles messages, too, until no coroutine is left."""
+        if self.blocks and self.loop is not None:
+            with self.models[0].mode():  # of the thread, whichever coroutine runs
+                while self.blocks:
+                    self.loop.run_forever()
 
-        loop.call_soon(look)  # it may have come already
-        loop.add_reader(self.link._sock, look)
-        try:
-            return loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            raise ModelError("the model was cancelled") from None
-        finally:
-            loop.remove_reader(self.link._sock)
+    def look(self) -> None:
+        """Handles what has come. It is also called when another has read."""
+        link = self.link
+        with contextlib.suppress(LinkError):
+            link.drain()
+            while link.inbox:
+                if (block := self.handle(link.inbox.popleft())) is not None:
+                    self.run(block)
+        if link.dead is not None:
+            self.loop.remove_reader(link._sock)
+            for block in self.blocks.values():
+                block.task.cancel()
 
-    def begin(self, message: dict[str, Any]) -> Any:
+    def wake(self) -> None:
+        """Has the loop look at what another has read."""
+        if self.loop is not None and self.link.inbox:
+            self.loop.call_soon_threadsafe(self.look)
+
+    def call(self, model: Prepared, message: dict[str, Any]) -> Any:
         raw = message["json"]
-        if message["flags"] & wire.LONG:
-            raw = self.link._long(raw)
-        said = wire.from_json(raw)
-        params = said.get("params") or {}
         try:
-            values = {name: p.parse(name, params.get(name)) for name, p in self.model.params.items()}
-        except ModelError as err:
+            if message["flags"] & wire.LONG:
+                raw = self.link._long(raw)
+            said = wire.from_json(raw)
+            params = said.get("params") or {}
+            values = {name: p.parse(name, params.get(name)) for name, p in model.params.items()}
+        except ValueError as err:  # a ModelError is one
             return err
         call = Call(str(said.get("call", "")), values, said.get("inputs") or [], self)
         call.session, call.max_rows = int(said.get("session", 0)), int(said.get("max_rows", 0))
         return call
 
-    def source(self, name: str, declared: tuple[str, ...], value: Any) -> tuple[tensors.Source, int]:
+    def source(self, model: Prepared, name: str, value: Any) -> tuple[tensors.Source, int]:
         """A result as bytes, and the number of its data type."""
+        declared = model.outputs[name].dtypes
         if isinstance(value, (bool, int, float, complex, list)):
-            if self.model.like.kind == "torch":
+            if model.like.kind == "torch":
                 import torch
 
                 value = torch.as_tensor(value)
-            elif self.model.like.kind == "numpy":
+            elif model.like.kind == "numpy":
                 import numpy
 
                 value = numpy.asarray(value)
@@ -280,56 +363,59 @@ class Worker:
                 return source, number
         return source, source.dtype
 
-    def place(
-        self, block: Block, source: tensors.Source, number: int, places: list[tuple[int, wire.Extent]]
-    ) -> dict[str, Any]:
+    def place(self, block: Block, source: tensors.Source, number: int) -> wire.Placed:
         """Says where a result lies: in the input, in a range of call.empty, or in one that it is copied to."""
         n, at, extent = source.nbytes, source.address, wire.NOWHERE
-        said = {"dtype": number, "shape": source.shape}
         if n:
-            for base, e in places:
+            for base, e in block.places:
                 if at and base <= at and at + n <= base + e.length:
-                    return {**said, "range": wire.Extent(e.memory, e.offset + at - base, n)}
+                    return number, source.shape, wire.Extent(e.memory, e.offset + at - base, n)
             mine = next((r for r in block.made if r.address == at and r not in block.named), None)
-            to = mine or self.link.take(n, TAKE_SECONDS)
+            to = mine or self.take(n)
             block.named.append(to)
             if mine is None:
-                self.pin(to.memory)
+                if self.pins:
+                    self.pin(to.memory)
                 if self.device is None or not self.device.fetch(block, source.keep, to.address):
                     source.write(to.address)
             extent = to.extent(n)
-        return {**said, "range": extent}
+        return number, source.shape, extent
+
+    def take(self, n: int) -> Range:
+        """A range for a result. A loop that waits for memory runs nothing else."""
+        taken = self.link.take(n, TAKE_SECONDS)
+        self.wake()
+        return taken
 
     def pin(self, memory: Memory) -> None:
         """Registers memory with CUDA if the model is on a GPU: its copies need no other memory then."""
-        device = self.model.like.device
-        if self.pins and memory.unpin is None and device is not None and str(device).startswith("cuda"):
-            memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
-            self.pins = memory.unpin is not None
+        with self.pinning:
+            if self.pins and memory.unpin is None:
+                memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
+                self.pins = memory.unpin is not None
 
     # What a Call uses.
 
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+    def empty(self, block: Block, shape: tuple[int, ...], dtype: str) -> Any:
         number = tensors.number_of(dtype)
         whole = tensors.shape_of(shape)
         n = tensors.size_of(number, whole)
         buffer: Any = bytearray()
         if n:
-            made = self.link.take(n, TAKE_SECONDS)
-            self.block.made.append(made)
+            made = self.take(n)
+            block.made.append(made)
             buffer = made.export(n)
-        return tensors.view(tensors.Like(self.model.like.kind), number, whole, buffer)
+        return tensors.view(tensors.Like(block.model.like.kind), number, whole, buffer)
 
-    def cancelled(self) -> bool:
+    def cancelled(self, block: Block) -> bool:
         link = self.link
-        if not self.unwanted:
-            while link.dead is None and link._poll.poll(0):
-                with link._reading:
-                    link._receive(None)
-            self.unwanted = link.dead is not None or any(
-                m["kind"] == wire.CANCEL and m["id"] == self.block.id for m in link.inbox
+        if not block.unwanted:
+            link.drain()
+            block.unwanted = link.dead is not None or any(
+                m["kind"] == wire.CANCEL and m["id"] == block.run["id"] for m in tuple(link.inbox)
             )
-        return self.unwanted
+            self.wake()
+        return block.unwanted
 
 
 def pinned(cudart: Any, address: int, size: int) -> Optional[Callable[[], object]]:
