@@ -72,7 +72,6 @@ REQUIRED = (
     ("beyond", "numpy", "grpc", 1.2),
     ("crowd", "numpy", "grpc", 1.0),
 )
-LINK_MICROS = 60
 
 
 class Crowd(list[Child]):
@@ -167,10 +166,6 @@ def report(samples: dict[str, dict[str, list[float]]], size: int, missing: dict[
             met = got <= want if WORKS[work][3] else got >= want
             said = f"{want:.2f} or {'less' if WORKS[work][3] else 'more'}"
             print(f"  {f'{work}: {NAMES[name]} / {NAMES[other]}':57} {said:12}  {measured}, {'' if met else 'not '}met")
-    if link := samples.get("link"):
-        micros = statistics.median(link["numpy"]) * 1e6
-        met = "" if micros <= LINK_MICROS else "not "
-        print(f"  {'link alone, 256 KiB':57} {LINK_MICROS} µs or less  {micros:.1f} µs, {met}met")
     for name, why in missing.items():
         print(f"{NAMES[name]}: {why}")
 
