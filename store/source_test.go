@@ -1,20 +1,18 @@
-package store
+package store_test
 
 import (
 	"context"
-	"errors"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-var errStopped = errors.New("stopped")
-
 // readAll reads a small tensor in pieces of three bytes.
-func readAll(t *testing.T, r Reader) (all []byte) {
+func readAll(t *testing.T, r store.Reader) (all []byte) {
 	t.Helper()
 	size, err := r.Info().Bytes()
 	require.NoError(t, err)
@@ -28,14 +26,14 @@ func readAll(t *testing.T, r Reader) (all []byte) {
 }
 
 func TestASourceIsFoundUnderItsNameOnly(t *testing.T) {
-	var s Sources
+	var s store.Sources
 	require.Empty(t, s.Names())
-	src := Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tensor.Of([]int32{1, 2}) })
+	src := store.Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tensor.Of([]int32{1, 2}) })
 	require.NoError(t, s.Add("b", src))
 	require.NoError(t, s.Add("a", src))
-	require.ErrorIs(t, s.Add("a", src), ErrExists)
-	require.ErrorIs(t, s.Add("", src), ErrName)
-	require.ErrorIs(t, s.Add(strings.Repeat("n", MaxName+1), src), ErrName)
+	require.ErrorIs(t, s.Add("a", src), store.ErrExists)
+	require.ErrorIs(t, s.Add("", src), store.ErrName)
+	require.ErrorIs(t, s.Add(strings.Repeat("n", store.MaxName+1), src), store.ErrName)
 	require.Equal(t, []string{"a", "b"}, s.Names())
 	_, ok := s.Lookup("c")
 	require.False(t, ok)
@@ -44,9 +42,9 @@ func TestASourceIsFoundUnderItsNameOnly(t *testing.T) {
 	r, err := found(t.Context(), nil)
 	require.NoError(t, err)
 	require.Equal(t, []byte{1, 0, 0, 0, 2, 0, 0, 0}, readAll(t, r))
-	require.Equal(t, Info{Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}}}, r.Info())
+	require.Equal(t, store.Info{Desc: tensor.Desc{DType: tensor.Int32, Shape: tensor.Shape{2}}}, r.Info())
 	_, _, err = r.View(t.Context(), 5, 4)
-	require.ErrorIs(t, err, ErrRange)
+	require.ErrorIs(t, err, store.ErrRange)
 	r.Release()
 }
 
@@ -61,7 +59,7 @@ func TestASourcesErrorIsThePullers(t *testing.T) {
 		"no tensor at all": {tensor.Tensor{}, nil, tensor.ErrDataType},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tc.t, tc.err })(t.Context(), nil)
+			_, err := store.Tensor(func(context.Context, map[string]string) (tensor.Tensor, error) { return tc.t, tc.err })(t.Context(), nil)
 			require.ErrorIs(t, err, tc.want)
 		})
 	}
