@@ -128,9 +128,10 @@ checks: ## Name what check consists of
 nightly: $(NIGHTLY) ## What takes hours: old-new, random schedules, floods, every stress at full length, the mutants, 30 s of each fuzz target
 
 # Some tests wait, so more packages than processors are tested at a time. No package takes a third of
-# the time that -timeout allows; one whose tests hang shows their stacks then. Vet is left to lint.
+# the time that -timeout allows; one whose tests hang shows their stacks then. Vet is left to lint. The tag
+# is that of build, whose program a test measures.
 test: ## Every test, the committed fuzz corpora included; needs Go only
-	$(GO) test -p 4 -vet=off -timeout 6m ./...
+	$(GO) test -p 4 -vet=off -tags grpcnotrace -timeout 6m ./...
 
 # The benchmarks are asked for behind -args, because with -bench of its own the go command tests one package
 # after the other. Vet is left to lint, which reads this build.
