@@ -245,31 +245,26 @@ func (g *guest) tell() {
 	if !g.telling {
 		g.telling = true
 		m, f := g.next()
-		g.send(m, f, g.try)
+		g.send(m, f, false)
 	}
 }
 
-// send sends m, which tells of f, and what comes after it; mu is held, but given away meanwhile.
-func (g *guest) send(m link.Message, f *flight, one func(link.Message, *flight) bool) {
+// send sends m, which tells of f, and what comes after it. If it may not wait for the guest, it leaves that to a
+// goroutine. mu is held, but given away meanwhile.
+func (g *guest) send(m link.Message, f *flight, wait bool) {
 	h := g.host
 	for ; m != nil; m, f = g.next() {
 		h.mu.Unlock()
-		sent := one(m, f)
+		sent := g.sendOne(m, f, wait)
 		h.mu.Lock()
-		switch {
-		case g.gone: // f ends with it
+		if g.gone { // f ends with it
 			return
-		case !sent:
-			h.all.Go(func() { // ends when the guest reads, or has ended
-				h.mu.Lock()
-				defer h.mu.Unlock()
-				if len(g.flight) == 0 {
-					g.watch.Set(time.Now().Add(h.cfg.obey))
-				}
-				g.send(m, f, g.must)
-			})
+		}
+		if !sent {
+			g.sendLater(m, f)
 			return
-		case f != nil:
+		}
+		if f != nil {
 			f.sent = true
 			if run := f.work.Context(); run.Err() != nil {
 				go g.cancel(run) // ends when the guest reads, or has ended
@@ -280,15 +275,27 @@ func (g *guest) send(m link.Message, f *flight, one func(link.Message, *flight) 
 	g.wait()
 }
 
-// try sends a message if that needs no wait, and reports whether it did.
-func (g *guest) try(m link.Message, _ *flight) bool {
-	run, ok := m.(*link.Run)
-	return (!ok || len(run.JSON) <= link.PacketBytes/2) && g.conn.TrySend(m)
+// sendLater is send on a goroutine, which ends when the guest has read, or has ended; mu is held.
+func (g *guest) sendLater(m link.Message, f *flight) {
+	h := g.host
+	h.all.Go(func() {
+		h.mu.Lock()
+		defer h.mu.Unlock()
+		if len(g.flight) == 0 {
+			g.watch.Set(time.Now().Add(h.cfg.obey))
+		}
+		g.send(m, f, true)
+	})
 }
 
-// must sends a message. A block for which there is no memory is over.
-func (g *guest) must(m link.Message, f *flight) bool {
-	if run, ok := m.(*link.Run); ok {
+// sendOne sends a message, and reports whether it has; where it may wait it always does. A block for whose text there is no
+// memory is over.
+func (g *guest) sendOne(m link.Message, f *flight, wait bool) bool {
+	run, ok := m.(*link.Run)
+	if !wait {
+		return (!ok || len(run.JSON) <= link.PacketBytes/2) && g.conn.TrySend(m)
+	}
+	if ok {
 		ctx := f.work.Context()
 		flags, text, err := g.conn.Fit(run.JSON, func(n int64) (*link.Block, error) { return g.conn.New(ctx, nil, n) })
 		if err != nil {

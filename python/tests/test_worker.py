@@ -67,10 +67,10 @@ class Pins(unittest.TestCase):
         cudart, memory = Cudart(), self.memory()
         fake = types.SimpleNamespace(cuda=types.SimpleNamespace(cudart=lambda: cudart))
         with unittest.mock.patch.dict(sys.modules, torch=fake):  # type: ignore[dict-item]
-            Worker.pin(types.SimpleNamespace(pins=False, pinning=threading.Lock()), memory)  # type: ignore[arg-type]
+            Worker.pin(types.SimpleNamespace(pins=False), memory)  # type: ignore[arg-type]
             self.assertEqual(cudart.registered, {})
             for _ in range(2):
-                Worker.pin(types.SimpleNamespace(pins=True, pinning=threading.Lock()), memory)  # type: ignore[arg-type]
+                Worker.pin(types.SimpleNamespace(pins=True), memory)  # type: ignore[arg-type]
                 self.assertEqual(cudart.registered, {memory.base: 1 << 16})
         view = memoryview(memory.map)
         del memory

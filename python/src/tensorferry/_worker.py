@@ -69,7 +69,7 @@ class Worker:
         self.link = Link(sock, "worker", timeout=HELLO_SECONDS)
         self.runs: dict[int, Any] = {}  # Call, or the exception that refuses it
         self.blocks: dict[int, Block] = {}  # that are computed
-        self.reading, self.pinning = threading.Lock(), threading.Lock()
+        self.reading = threading.Lock()
         self.device: Optional[Device] = None  # of a model on a GPU that does not train
         self.pins = False  # memory is registered with CUDA: the model is on a GPU, and CUDA has not refused
         self.models: list[Prepared] = []  # the model, and its companions
@@ -115,7 +115,8 @@ class Worker:
                     link._pass_on()
                 if block is not None:
                     self.run(block)
-                    self.run_tasks()
+                    if block.task is not None:
+                        self.run_tasks()
         except LinkError:
             pass
         finally:
@@ -238,8 +239,7 @@ class Worker:
             buffer: Any = bytearray()
             if extent.length:
                 memory = self.link.locate(extent)
-                if self.pins:
-                    self.pin(memory)
+                self.pin(memory)
                 block.keep.append(memory)
                 buffer = memoryview(memory.map)[extent.offset : extent.offset + extent.length]
                 block.places.append((memory.base + extent.offset, extent))
@@ -304,10 +304,9 @@ class Worker:
 
     def run_tasks(self) -> None:
         """Runs the loop, which handles messages, too, until no coroutine is left."""
-        if self.blocks and self.loop is not None:
-            with self.models[0].mode():  # of the thread, whichever coroutine runs
-                while self.blocks:
-                    self.loop.run_forever()
+        with self.models[0].mode():  # of the thread, whichever coroutine runs
+            while self.blocks:
+                self.loop.run_forever()
 
     def look(self) -> None:
         """Handles what has come. It is also called when another has read."""
@@ -332,7 +331,9 @@ class Worker:
         try:
             if message["flags"] & wire.LONG:
                 raw = self.link._long(raw)
-            said = wire.from_json(raw)
+            # What nobody looks at is not read.
+            looks = model.wants_call or model.params or not message["flags"] & wire.ONLY
+            said = wire.from_json(raw) if looks else {}
             params = said.get("params") or {}
             values = {name: p.parse(name, params.get(name)) for name, p in model.params.items()}
         except ValueError as err:  # a ModelError is one
@@ -374,8 +375,7 @@ class Worker:
             to = mine or self.take(n)
             block.named.append(to)
             if mine is None:
-                if self.pins:
-                    self.pin(to.memory)
+                self.pin(to.memory)
                 if self.device is None or not self.device.fetch(block, source.keep, to.address):
                     source.write(to.address)
             extent = to.extent(n)
@@ -389,10 +389,9 @@ class Worker:
 
     def pin(self, memory: Memory) -> None:
         """Registers memory with CUDA if the model is on a GPU: its copies need no other memory then."""
-        with self.pinning:
-            if self.pins and memory.unpin is None:
-                memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
-                self.pins = memory.unpin is not None
+        if self.pins and memory.unpin is None:
+            memory.unpin = pinned(sys.modules["torch"].cuda.cudart(), memory.base, memory.size)
+            self.pins = memory.unpin is not None
 
     # What a Call uses.
 
