@@ -25,15 +25,17 @@ sys.path.insert(0, str(ROOT / "python" / "src"))
 MODULES = os.pathsep.join([str(HERE), *filter(None, sys.path)])
 
 BATCH = 64
-GOAL = 3.3  # a round of training in small calls: it has three
+GOAL, GOAL_FUSED = 3.3, 2.3  # small calls that a round of three calls, or of two, takes beyond one without a server
 STEP = 0.4  # seconds of a step that is measured over a road
-MICRO = 8
+MICRO, ROAD_MICRO = 4, 8
 ROAD = "50ms"
 NAMES = {
     "alone": "unsplit, in one process",
     "split": "trunk on a server",
     "unwaited": "the same, step(wait=False)",
-    "pipeline": f"the same, pipeline(4), {MICRO} micro-batches",
+    "fused": "the same, fused",
+    "alone-micro": f"unsplit, {MICRO} micro-batches",
+    "pipeline": f"trunk on a server, pipeline(4), {MICRO} micro-batches",
     "rpc": "torch.distributed.rpc",
 }
 
@@ -62,34 +64,38 @@ def steps(ferry: Child, names: tuple[str, ...], count: int) -> dict:
 
 
 def calls_and_rounds(options: argparse.Namespace, ferry: Child) -> None:
-    who = ("call", "round", "round-alone", "round-parts")
+    who = ("call", "round", "round-fused", "round-alone", "round-parts")
     said = turns("calls and rounds", options.rounds, steps(ferry, who, options.calls))
-    call, whole, alone = ([x["p50"] * 1e6 for x in said[name]] for name in who[:3])
+    call, whole, fused, alone = ([x["p50"] * 1e6 for x in said[name]] for name in who[:4])
     print("\nsmall call and training round, 30 KB of activations, p50")
     line("call of a --python model that changes its input", call, "µs")
-    line("training round: forward, backward, step", whole, "µs", f"{beside(whole, call)} calls, goal {GOAL} or less")
-    line("the same without a server", alone, "µs")
-    rest = [a - b for a, b in zip(whole, alone)]
-    line("difference", rest, "µs", f"{beside(rest, call)} calls")
-    for part, title in (("forward", "forward pass"), ("backward", "backward pass"), ("apply", "step")):
+    line("the round without a server", alone, "µs")
+    for title, took, goal in (
+        ("training round: forward, backward, step", whole, GOAL), ("the same, fused: two calls", fused, GOAL_FUSED)
+    ):  # fmt: skip
+        line(title, took, "µs")
+        rest = [a - b for a, b in zip(took, alone)]
+        line("  beyond the round without a server", rest, "µs", f"{beside(rest, call)} calls, goal {goal} or less")
+    for part, title in (("forward", "forward pass"), ("backward", "backward pass"), ("step", "step")):
         all = [x[part] * 1e6 for x in said["round-parts"]]
         inside = "{:.0f} ± {:.0f}".format(*spread([x[part + " in worker"] * 1e6 for x in said["round-parts"]]))
         line(f"call of the {title}", all, "µs", f"{inside} of them in the worker and its link")
 
 
 def throughput(options: argparse.Namespace, ferry: Child, rpc: Child | None, rpc_said: str) -> None:
-    who = steps(ferry, ("alone", "split", "unwaited", "pipeline"), options.steps)
+    who = steps(ferry, ("alone", "split", "unwaited", "fused", "alone-micro", "pipeline"), options.steps)
     if rpc:
         who |= steps(rpc, ("rpc",), options.steps)
     said = turns("throughput", options.rounds, who)
     print(f"\ntraining of 784-128-128-128-10, batch of {BATCH}, Adam on all sides")
     rates = {name: [options.steps * BATCH / x["seconds"] for x in all] for name, all in said.items()}
     for name, all in rates.items():
-        line(NAMES[name], all, "images/s", "" if name == "alone" else beside(all, rates["alone"]) + " of unsplit")
+        of = {"fused": ("rpc", "alone"), "pipeline": ("alone-micro",), "alone": ()}.get(name, ("alone",))
+        line(NAMES[name], all, "images/s", ", ".join(f"{beside(all, rates[n])} of {n}" for n in of if n in rates))
     if not rpc:
         print(f"  {NAMES['rpc']}: {rpc_said}")
     for name, all in said.items():  # each begins anew in each round
-        most = 0.0 if name in ("split", "unwaited") else 1e-3
+        most = 0.0 if name in ("split", "unwaited", "fused") else 1e-3
         off = max(abs(x["loss"] - y["loss"]) for x, y in zip(all, said["alone"]))
         if off > most:
             sys.exit(f"bench: the last loss of {NAMES[name]} differs by {off} from that of the unsplit network")
@@ -124,7 +130,7 @@ def where(options: argparse.Namespace, ferry: Child) -> None:
 def over_a_road(options: argparse.Namespace, folder: str) -> None:
     """Measure over a link of bench/roads, which the Go program builds: it runs the two ends."""
     program = common.build(options.go, "./roads", folder)
-    pause = STEP / MICRO / 4  # a micro-batch pauses twice here, and twice there
+    pause = STEP / ROAD_MICRO / 4  # a micro-batch pauses twice here, and twice there
     said = subprocess.run(
         [program, "-links", f"{ROAD}:9000:1000:0", "env", f"TENSORFERRY_PYTHON={sys.executable}", options.program,
          "serve", "--child", "--insecure", "--engine", "cpu", "--python", "trunk=models:Paused,train",
@@ -135,7 +141,9 @@ def over_a_road(options: argparse.Namespace, folder: str) -> None:
     )  # fmt: skip
     if said.returncode:
         sys.exit(f"bench: the road ended with {said.returncode}")
-    print(f"\nover a road of {ROAD} and 1 Gbit/s, {MICRO} micro-batches of 128 KiB, {STEP * 1e3:.0f} ms a step unsplit")
+    print(
+        f"\nover a road of {ROAD} and 1 Gbit/s, {ROAD_MICRO} micro-batches of 128 KiB, {STEP * 1e3:.0f} ms a step alone"
+    )
     if not said.stdout.startswith("{"):
         print("  " + said.stdout.strip())
         return
@@ -144,8 +152,8 @@ def over_a_road(options: argparse.Namespace, folder: str) -> None:
         ("alone", "unsplit, here"),
         ("1", "split, pipeline(1)"),
         ("4", "split, pipeline(4)"),
-        (str(MICRO), f"split, pipeline({MICRO})"),
-        ("unwaited", f"split, pipeline({MICRO}), step(wait=False)"),
+        (str(ROAD_MICRO), f"split, pipeline({ROAD_MICRO})"),
+        ("unwaited", f"split, pipeline({ROAD_MICRO}), step(wait=False)"),
     ):
         ms = [x * 1e3 for x in all[name]]
         rate = "" if name == "alone" else beside(all["alone"], all[name]) + " of unsplit's throughput"

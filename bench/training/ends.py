@@ -18,8 +18,9 @@ from common import answer, join, rpc_server
 from models import ROWS, WIDTH, Paused, Trunk, ends, small
 from torch import nn
 
-BATCH, MICRO = 64, 8
-PARTS = ("forward", "backward", "apply")  # of a training round
+BATCH, MICRO = 64, 4
+ROAD_MICRO = 8
+PARTS = ("forward", "backward", "step")  # of a training round
 torch.set_num_threads(1)
 
 
@@ -28,29 +29,36 @@ def batches(count):
     return [(torch.randn(BATCH, 784), torch.randint(10, (BATCH,))) for _ in range(count)]
 
 
-def steps(network, optimizers, count, finish=lambda: None):
-    """Take steps, and return what they took, with the last loss."""
+def steps(network, optimizers, count, finish=lambda: None, micro=1):
+    """Take steps, of so many micro-batches each, and return what they took, with the last loss."""
     made = batches(count)
     begin = time.perf_counter()
     for x, y in made:
         for o in optimizers:
             o.zero_grad()
-        loss = nn.functional.cross_entropy(network(x), y)
-        loss.backward()
+        total = 0.0
+        for part, labels in zip(x.chunk(micro), y.chunk(micro)):
+            loss = nn.functional.cross_entropy(network(part), labels) / micro
+            loss.backward()
+            total += loss.item()
         for o in optimizers:
             o.step()
     finish()
-    return {"seconds": time.perf_counter() - begin, "loss": loss.item()}
+    return {"seconds": time.perf_counter() - begin, "loss": total}
 
 
 def adam(*modules):
     return torch.optim.Adam([p for m in modules for p in m.parameters()], lr=1e-3)
 
 
-def alone(count):
+def alone(count, micro=1):
     bottom, top = ends()
     network = nn.Sequential(bottom, Trunk(), top)
-    return steps(network, [adam(network)], count)
+    return steps(network, [adam(network)], count, micro=micro)
+
+
+def alone_micro(count):
+    return alone(count, MICRO)
 
 
 def p50(count, do):
@@ -66,7 +74,7 @@ class Watched:
     """A client that notes the calls of a RemoteModule: what each took until its result."""
 
     def __init__(self, client):
-        self.client, self.calls = client, []
+        self.client, self.calls, self._ends = client, [], set()
         self.models = client.models
 
     def call(self, path, *args, **more):
@@ -99,11 +107,14 @@ class Ferry:
         x = torch.randn(ROWS, WIDTH)
         return p50(count, lambda: self.client.compute("change", x))
 
-    def round(self, count, client=None):
+    def round(self, count, client=None, **how):
         trunk = self.remote(client or self.client, "small")
-        optimizer = self.optimizer(trunk.parameters(), "sgd", lr=1e-3)
+        optimizer = self.optimizer(trunk.parameters(), "sgd", lr=1e-3, **how)
         with trunk.training():
             return self.rounds(trunk, optimizer, count)
+
+    def round_fused(self, count):
+        return self.round(count, fused=True)
 
     def round_parts(self, count):
         """The p50 of each call of a round, and of its part in the worker."""
@@ -140,11 +151,11 @@ class Ferry:
         # An optimizer of other options is a new one: the server's forgets what it has.
         return bottom, trunk, top
 
-    def split(self, count, **how):
+    def split(self, count, fused=False, **how):
         bottom, trunk, top = self.begin()
         with trunk.training():
             trunk.load_state_dict(self.fresh)
-            theirs = self.optimizer(self.forgetting(trunk), "adam", lr=1e-3)
+            theirs = self.optimizer(self.forgetting(trunk), "adam", lr=1e-3, fused=fused)
             if how:
                 plain = theirs.step
                 theirs.step = lambda: plain(**how)
@@ -157,6 +168,9 @@ class Ferry:
 
     def unwaited(self, count):
         return self.split(count, wait=False)
+
+    def fused(self, count):
+        return self.split(count, fused=True)
 
     def pipeline(self, count):
         bottom, trunk, top = self.begin()
@@ -176,7 +190,8 @@ class Ferry:
                         part.backward()
                         loss += part.item()
                 mine.step()
-                theirs.step()
+                theirs.step(wait=False)
+            assert trunk.step
             return {"seconds": time.perf_counter() - begin, "loss": loss}
 
     def wire(self, count):
@@ -228,8 +243,11 @@ class Ferry:
 
 def ferry(address):
     f = Ferry(address)
-    works = ("call", "round", "round_alone", "round_parts", "split", "unwaited", "pipeline", "wire", "where")
-    answer({"alone": alone, **{name.replace("_", "-"): getattr(f, name) for name in works}})
+    works = (
+        "call", "round", "round_fused", "round_alone", "round_parts", "split", "unwaited", "fused", "pipeline", "wire",
+        "where",
+    )  # fmt: skip
+    answer({"alone": alone, "alone-micro": alone_micro, **{name.replace("_", "-"): getattr(f, name) for name in works}})
     f.client.close()
 
 
@@ -277,7 +295,7 @@ def road(rounds, count, address):
                 theirs = depth and RemoteOptimizer(trunk.parameters(), "sgd", lr=1e-3)
                 begin = time.perf_counter()
                 for _ in range(int(count)):
-                    made = (network(x) for _ in range(MICRO))
+                    made = (network(x) for _ in range(ROAD_MICRO))
                     with trunk.pipeline(depth) if depth else nullcontext(iter) as through:
                         for h in through(made):
                             h.sum().backward()
@@ -293,8 +311,8 @@ def road(rounds, count, address):
                     ("alone", lambda: taken(0)),
                     ("1", lambda: taken(1)),
                     ("4", lambda: taken(4)),
-                    (str(MICRO), lambda: taken(MICRO)),
-                    ("unwaited", lambda: taken(MICRO, wait=False)),
+                    (str(ROAD_MICRO), lambda: taken(ROAD_MICRO)),
+                    ("unwaited", lambda: taken(ROAD_MICRO, wait=False)),
                 ):
                     took = do()
                     if i >= 0:

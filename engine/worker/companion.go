@@ -2,6 +2,7 @@ package worker
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"strconv"
 	"strings"
@@ -38,11 +39,16 @@ type kept struct {
 }
 
 // keep charges what a process keeps between calls to the budget of inputs; mu is held.
-func (h *Host) keep(k kept) {
+func (h *Host) keep(said []byte) error {
+	var k kept
+	if err := json.Unmarshal(said, &k); err != nil {
+		return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
+	}
 	k.Bytes = min(max(0, k.Bytes), h.cfg.MemoryBytes) // it is bounded by 1/keptShare of that
 	k.Most = max(0, k.Most)
 	h.charge(nil, k.Bytes-h.kept.Bytes)
 	h.kept = k
+	return nil
 }
 
 // session is one of a client, or what stands for one, as far as the companions of a model know it.

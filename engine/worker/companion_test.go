@@ -210,8 +210,9 @@ func TestWhatAProcessKeepsIsChargedUntilItIsGone(t *testing.T) {
 	tr.Send(&link.Kept{JSON: []byte(`{"kept":-1,"most":102400}`)})
 	tr.host.budget.Release(nil, 550<<10)
 	r = hear[*link.Run](t, tr)
-	tr.done(r)
+	tr.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: []link.Tensor{{DType: 6, Shape: []int64{0}}}, JSON: []byte(`{"kept":1024,"most":1024}`)})
 	require.NoError(t, <-end)
+	testkit.Eventually(t, func() bool { return used() == 1024 }, "an answer says it, too")
 
 	keep(1<<40, 1<<40) // it may say what it likes
 	tr.Send(&link.Kept{JSON: []byte(`{"kept":"much"}`)})

@@ -3,7 +3,6 @@ package worker
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -146,13 +145,12 @@ func (g *guest) talk() (err error) {
 				return err
 			}
 		case *link.Kept:
-			var k kept
-			if err := json.Unmarshal(m.JSON, &k); err != nil {
-				return fmt.Errorf("%w: kept: %w", link.ErrMessage, err)
-			}
 			g.host.mu.Lock()
-			g.host.keep(k)
+			err := g.host.keep(m.JSON)
 			g.host.mu.Unlock()
+			if err != nil {
+				return err
+			}
 		default:
 			return fmt.Errorf("%w: a worker does not send kind %d", link.ErrMessage, link.KindOf(m))
 		}
@@ -169,6 +167,12 @@ func (g *guest) answered(a *link.Answer) error {
 		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
 	}
 	f := g.flight[at]
+	if a.Code == 0 && len(a.JSON) > 0 && len(h.companions) > 0 { // charged before another call is admitted
+		if err := h.keep(a.JSON); err != nil {
+			h.mu.Unlock()
+			return err
+		}
+	}
 	h.mu.Unlock()
 	r, err := h.accept(g, f.work, a)
 	if err != nil {

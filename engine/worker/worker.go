@@ -337,7 +337,7 @@ func (h *Host) leave(g *guest, cause error) {
 	if !ready || h.ctx.Err() != nil || len(h.guests) > 0 {
 		return
 	}
-	h.keep(kept{})
+	_ = h.keep([]byte("{}"))
 	h.takeAll() // the engine does
 	h.engine.Lost(cause)
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import os
@@ -230,14 +231,14 @@ class Case:
             return Worker(trunk=self.trunk)
         return tf.serve(self.trunk, 0, name="trunk", train=True)
 
-    def split(self, pipeline: int = 0) -> dict[str, Any]:
+    def split(self, pipeline: int = 0, fused: bool = False, wait: bool = True) -> dict[str, Any]:
         """Train it with its trunk on a server."""
         c = copy.deepcopy(self)
         mine = [*c.bottom.parameters(), *c.top.parameters()]
         ours = c.optimizer(mine)
         with c.served() as server, tf.connect(server.address) as client:
             trunk = RemoteModule(client, "trunk")
-            theirs = RemoteOptimizer(trunk.parameters(), c.kind, **c.options)
+            theirs = RemoteOptimizer(trunk.parameters(), c.kind, fused=fused, **c.options)
             torch.manual_seed(2)
             losses, gradients = [], []
             with trunk.training():
@@ -260,7 +261,7 @@ class Case:
                     if c.clip:
                         clip_grad_norm_(mine, trunk, max_norm=c.clip)
                     ours.step()
-                    theirs.step()
+                    theirs.step(wait=wait)
                 state, optimizer = trunk.state_dict(), trunk.optimizer_state()
                 assert held(client)["graphs"] == 0 and held(client)["lease"] == 1
         return c.said(losses, gradients, state, optimizer)
@@ -358,11 +359,46 @@ class Exact(Torch):
         case = Case(TRUNKS["mlp"](), dtype=torch.float64, steps=10)
         self.same(case.split(), case.alone())
 
+    def test_steps_that_go_with_a_pass(self) -> None:
+        for name in ("batch norm", "dropout"):
+            for kind in ("momentum", "adam"):
+                case = Case(TRUNKS[name](), kind=kind, steps=5, **({"momentum": 0.9} if kind == "momentum" else {}))
+                alone = case.alone()
+                for how in ({"fused": True}, {"wait": False}, {"wait": False, "pipeline": 2}):
+                    with self.subTest(name, kind=kind, **how):
+                        self.same(case.split(**how), alone)
+
     def test_clipping_by_norm_over_both_sides(self) -> None:
         case = Case(TRUNKS["mlp"](), clip=0.05)
         split, alone = case.split(), case.alone()
         for name in alone:  # the norm is a sum of two sums
             torch.testing.assert_close(split[name], alone[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+class Losing:
+    """A client of which calls, or their answers, are lost."""
+
+    def __init__(self, client: Any) -> None:
+        self.client, self.parts, self.lost = client, list[str](), list[tuple[str, str]]()
+        self.after: Callable[[], Any] = lambda: None  # of something lost
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.client, name)
+
+    def call(self, path: str, *args: Any, **more: Any) -> Any:
+        part = path.partition("/")[2]
+        self.parts.append(part)
+        if not self.lost or self.lost[0][0] != part:
+            return self.client.call(path, *args, **more)
+        if self.lost.pop(0)[1] == "answer":
+            self.client.call(path, *args, **more).result()
+        self.after()
+        return Lost()
+
+
+class Lost:
+    def result(self) -> Any:
+        raise tf.Unavailable("lost")
 
 
 class Served(Torch):
@@ -526,16 +562,18 @@ class Passes(Served):
     def test_the_names_of_many_parameters_travel(self) -> None:
         module = Deep()
         client, trunk = self.serve(copy.deepcopy(module))
-        older = RemoteModule(client, "trunk")
-        older._lists = False  # as a client that has lists in params
 
         def groups(m: Any) -> Any:
             return [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(m.parameters())]
 
         theirs, ours = RemoteOptimizer(groups(trunk), "adamw"), torch.optim.AdamW(groups(module))
+        self.assertGreater(len(str(theirs._groups())), 8 << 10)
         names = list(dict(trunk.named_parameters()))
         with trunk.training():
-            for step in range(3):
+            for step in range(5):
+                if step == 3:
+                    RemoteOptimizer(trunk.parameters(), fused=True)
+                    trunk._fused = theirs  # with its state
                 for name, handle in trunk.named_parameters():
                     handle.requires_grad_(step != 1 or name == names[3])
                 for part, optimizer in ((trunk, theirs), (module, ours)):
@@ -543,22 +581,26 @@ class Passes(Served):
                     for name, p in part.named_parameters() if part is module else ():
                         p.requires_grad_(step != 1 or name == names[3])
                     part(torch.ones(2, 3)).sum().backward()
-                    optimizer.step()
+                    optimizer.step(**({"wait": step != 2} if part is trunk else {}))
             self.same(trunk.state_dict(), dict(module.state_dict()))
             octets = torch.zeros(1 << 20, dtype=torch.uint8)
             for part, port in (("forward", "/lists"), ("apply", "groups")):
                 for wrong in (octets, octets[:2], torch.tensor(list(b'{"needs": 1}'), dtype=torch.uint8)):
                     given = {port: wrong} if part == "apply" else {"x": torch.ones(2, 3), port: wrong}
-                    said = {"lease": trunk._token, **({"n": 4} if part == "apply" else {})}
+                    said = {"lease": trunk._token, **({"n": 6} if part == "apply" else {})}
                     with self.assertRaisesRegex(tf.InvalidArgument, "as JSON"):
                         client.call("trunk/" + part, given, params=said, like="torch").result()
-        with older.training():
-            dict(older.named_parameters())[names[0]].requires_grad_(False)
-            x = torch.ones(2, 3, requires_grad=True)
-            older(x).sum().backward()
-            RemoteOptimizer(list(older.parameters())[:5], "sgd", lr=1.0).step()
-            moved = [n for n, v in older.state_dict().items() if not torch.equal(v, module.state_dict()[n])]
-            self.assertEqual(moved, names[1:5])
+            said = {"lease": trunk._token}
+            call = client.call(
+                "trunk/train", {"x": torch.ones(2, 3)}, params={**said, "needs": "", "frozen": names[0]}, like="torch"
+            )
+            self.assertEqual(call.result()["y"].shape, (2, 3))
+            given = {"forward": call.id, "unused": "", **said}
+            client.call("trunk/backward", {"y": torch.ones(2, 3)}, params=given, like="torch").result()
+            params = {"n": 6, "passes": 1, "groups": '[{"lr": 1.0}]', **said}
+            client.call("trunk/step", {}, params=params, like="torch").result()
+            moved = [n for n, v in trunk.state_dict().items() if not torch.equal(v, module.state_dict()[n])]
+            self.assertEqual(moved, names[1:])
 
     def test_numbers_that_are_none_are_refused_before_a_step(self) -> None:
         client, trunk = self.serve(nn.Linear(3, 3))
@@ -693,6 +735,241 @@ class Passes(Served):
             optimizer._kind = "momentum"
             optimizer.step()  # the gradients are there
             self.assertEqual(trunk.step, 4)
+
+    def test_a_step_rides_on_the_next_forward_pass(self) -> None:
+        client, _ = self.serve(nn.Linear(3, 3))
+        trunk = RemoteModule(Losing(client), "trunk")
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1)
+        with trunk.training():
+            trunk._client.parts.clear()
+            for _ in range(3):
+                trunk(torch.randn(2, 3)).sum().backward()
+                optimizer.step(wait=False)
+            self.assertEqual(trunk._client.parts, ["forward", "backward"] * 3)
+            self.assertEqual(trunk.step, 3)
+            self.assertEqual(trunk._client.parts[6:], ["step"])
+
+    def test_whatever_comes_after_a_step_sends_it_and_has_its_error(self) -> None:
+        x = torch.randn(2, 3)
+
+        def evaluate(trunk: Any) -> None:
+            trunk.eval()
+            trunk(x)
+
+        def pass_in_a_pipeline(trunk: Any) -> None:
+            with trunk.pipeline(2) as passes:
+                for h in passes([x, x, x]):
+                    h.sum().backward()
+
+        uses: dict[str, Callable[[Any], Any]] = {
+            "forward": lambda trunk: trunk(x), "no_grad": torch.no_grad()(lambda trunk: trunk(x)), "eval": evaluate,
+            "pipeline": pass_in_a_pipeline, "state_dict": lambda trunk: trunk.state_dict(),
+            "optimizer_state": lambda trunk: trunk.optimizer_state(), "grad_norm": lambda trunk: trunk.grad_norm(),
+            "step": lambda trunk: trunk.step, "load_state_dict": lambda trunk: trunk.load_state_dict(nn.Linear(3, 3).state_dict()),
+            "another step": lambda trunk: RemoteOptimizer(trunk.parameters()).step(),
+            "close": lambda trunk: trunk._client.close(), "end": lambda trunk: None,
+        }  # fmt: skip
+        for name, use in uses.items():
+            for kind in ("sgd", "rprop"):
+                with self.subTest(name, kind=kind):
+                    server = self.enter(tf.serve(nn.Linear(3, 3), 0, name="trunk", train=True))
+                    trunk = RemoteModule(self.enter(tf.connect(server.address)), "trunk")
+                    other = RemoteModule(self.enter(tf.connect(server.address)), "trunk")
+                    optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1)
+                    optimizer._kind = kind
+                    with contextlib.ExitStack() as stack:
+                        if kind == "rprop":
+                            stack.enter_context(self.assertRaisesRegex(tf.InvalidArgument, "no optimizer"))
+                        with trunk.training():
+                            trunk(x).sum().backward()
+                            optimizer.step(wait=False)
+                            self.assertEqual(held(other._client)["step"], 0)
+                            use(trunk)
+                    steps = kind == "sgd" and (2 if name == "another step" else 1)
+                    self.assertEqual(held(other._client)["step"], steps)
+
+    def test_a_step_that_is_left_by_an_exception_is_sent(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with self.assertRaisesRegex(ZeroDivisionError, "mine"), trunk.training():
+            trunk(torch.randn(2, 3)).sum().backward()
+            RemoteOptimizer(trunk.parameters(), lr=0.1).step(wait=False)
+            raise ZeroDivisionError("mine")
+        self.assertEqual(held(client)["step"], 1)
+
+    def test_a_graph_of_before_a_step_that_was_not_sent_is_refused(self) -> None:
+        _client, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            old = trunk(torch.randn(2, 3)).sum()
+            trunk(torch.randn(2, 3)).sum().backward()
+            RemoteOptimizer(trunk.parameters(), lr=0.1).step(wait=False)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "step 1 came after it"):
+                old.backward()
+
+    def lossy(self, fused: bool) -> tuple[Any, Any, Any, Any]:
+        module = nn.Linear(3, 3)
+        client, _ = self.serve(copy.deepcopy(module))
+        trunk = RemoteModule(Losing(client), "trunk")
+        theirs = RemoteOptimizer(trunk.parameters(), "momentum", lr=0.1, fused=fused)
+        return trunk, theirs, module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    def taken(self, middle: Any, optimizer: Any, **how: Any) -> Any:
+        """The gradient of a step's input."""
+        h = torch.ones(2, 3, requires_grad=True)
+        optimizer.zero_grad()
+        middle(h).square().sum().backward()
+        optimizer.step(**how)
+        return h.grad
+
+    def test_lost_answers_of_a_pass_that_a_step_rides_on(self) -> None:
+        for text in ("call", "answer", "answer answer", "call answer", "answer call", "call call"):
+            how = text.split()
+            trunk, theirs, module, ours = self.lossy(False)
+            with self.subTest(how=how), trunk.training():
+                for i in range(4):
+                    trunk._client.lost = [("forward", kind) for kind in how] if i in (1, 2) else []
+                    want = self.taken(module, ours)
+                    for _ in range(3):
+                        try:
+                            self.assertTrue(torch.equal(self.taken(trunk, theirs, wait=False), want))
+                            break
+                        except tf.Unavailable:
+                            if trunk._passes:  # the step did not come there, and its gradients are there
+                                theirs.step(wait=False)
+                self.assertEqual(trunk.step, 4)
+                self.same(trunk.state_dict(), dict(module.state_dict()))
+
+    def test_lost_answers_of_a_pass_with_a_step(self) -> None:
+        for how in (("call",), ("answer",), ("answer", "answer"), ("answer", "call")):
+            trunk, theirs, module, ours = self.lossy(True)
+            with self.subTest(how=how), trunk.training():
+                for i in range(4):
+                    trunk._client.lost = [("backward", kind) for kind in how] if i in (1, 2) else []
+                    want = self.taken(module, ours)
+                    if i in (1, 2) and how == ("call",):  # nothing came there: the batch again
+                        with self.assertRaises(tf.Unavailable):
+                            self.taken(trunk, theirs)
+                    elif i in (1, 2) and len(how) == 2:  # the step stands, and this side will not hear of its gradients
+                        with self.assertRaises(tf.Unavailable):
+                            self.taken(trunk, theirs)
+                        with self.assertRaises(Rewound) as caught:
+                            theirs.zero_grad()
+                        self.assertEqual((caught.exception.step, trunk.step), (i + 1, i + 1))
+                        continue
+                    self.assertTrue(torch.equal(self.taken(trunk, theirs), want))
+                self.assertEqual(trunk.step, 4)
+                self.same(trunk.state_dict(), dict(module.state_dict()))
+
+    def test_a_fused_pass_that_is_interrupted(self) -> None:
+        trunk, theirs, module, ours = self.lossy(True)
+        with trunk.training():
+            self.taken(trunk, theirs)
+            trunk._client.lost = [("backward", "answer")]
+            trunk._client.after = lambda: signal.raise_signal(signal.SIGINT)
+            with self.assertRaises(KeyboardInterrupt):
+                self.taken(trunk, theirs)
+            with self.assertRaisesRegex(Rewound, "stands at step 2, this client at 1"):
+                self.taken(trunk, theirs)
+            for _ in range(3):
+                want = self.taken(module, ours)
+            self.assertTrue(torch.equal(self.taken(trunk, theirs), want))
+
+    def test_a_fused_step_is_of_one_backward_pass(self) -> None:
+        _client, trunk = self.serve(nn.Linear(3, 3))
+        x = torch.randn(2, 3, requires_grad=True)
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1, fused=True)
+        with trunk.training():
+            trunk(x).sum().backward()
+            self.assertEqual(trunk.step, 1)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "does not go with accumulated gradients"):
+                trunk(x).sum().backward()
+            optimizer.step()
+            torch.autograd.grad(trunk(x).sum(), x)  # of the input alone
+            self.assertEqual(trunk.step, 1)
+            optimizer.zero_grad()
+            trunk(x).sum().backward()
+            optimizer.zero_grad()  # in place of a step, which has been taken
+            trunk(x).sum().backward()
+            self.assertEqual(trunk.step, 3)
+            for wrong in ({"scale": 0.5}, {"clip_value": 0.1}):
+                with self.assertRaisesRegex(tf.FailedPrecondition, "scaled or clipped"):
+                    optimizer.step(**wrong)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "clipped gradients"):
+                clip_grad_norm_([], trunk, max_norm=1.0)
+            with self.assertRaisesRegex(tf.FailedPrecondition, "retained graphs"), trunk.retain_graph():
+                pass
+            with self.assertRaisesRegex(tf.FailedPrecondition, "a pipeline"), trunk.pipeline(2):
+                pass
+            plain = RemoteOptimizer(trunk.parameters(), lr=0.1)
+            for _ in range(2):
+                trunk(x).sum().backward()
+            plain.step(scale=0.5)
+            self.assertEqual(trunk.step, 4)
+
+    def test_a_fused_step_with_wrong_options_leaves_everything(self) -> None:
+        _client, trunk = self.serve(nn.Linear(3, 3))
+        optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1, fused=True)
+        with trunk.training():
+            before = trunk.state_dict()
+            optimizer.param_groups[0]["lr"] = float("nan")
+            with self.assertRaisesRegex(tf.InvalidArgument, "lr is no number"):
+                trunk(torch.randn(2, 3)).sum().backward()
+            with self.assertRaisesRegex(tf.FailedPrecondition, "not whole"):
+                trunk(torch.randn(2, 3)).sum().backward()
+            self.same(trunk.state_dict(), before)
+            optimizer.param_groups[0]["lr"] = 0.1
+            optimizer.zero_grad()
+            trunk(torch.randn(2, 3)).sum().backward()
+            self.assertEqual(trunk.step, 1)
+
+    def test_steps_that_make_no_sense(self) -> None:
+        client, trunk = self.serve(nn.Linear(3, 3))
+        with trunk.training():
+            trunk(torch.ones(1, 3)).sum().backward()
+            for said, error in (
+                ('{"step": {"n": 1}}', "groups is not a list"), ('{"step": {"n": "x"}}', "wanted a int|is not a int"),
+                ('{"step": {"n": 3, "groups": [{}]}}', "step 3 does not follow"), ("[]", "as JSON"), ("{", "as JSON"),
+                ('{"step": {"n": 1, "passes": 2, "groups": [{}]}}', "the client had 2"),
+                ('{"step": {"n": 1, "optimizer": 3, "groups": [{}]}}', "no optimizer '3'"),
+            ):  # fmt: skip
+                for part, port in (("forward", "x"), ("backward", "y")):
+                    with self.subTest(part, said=said), self.assertRaisesRegex(tf.Error, error):
+                        params = {"lease": trunk._token, "lists": said}
+                        client.call("trunk/" + part, {port: torch.ones(1, 3)}, params=params, like="torch").result()
+            RemoteOptimizer(trunk.parameters()).step()
+            self.assertEqual(trunk.step, 1)
+
+    def test_no_grad_has_the_mode_of_the_client(self) -> None:
+        for name in ("batch norm", "dropout"):
+            with self.subTest(name):
+                module = TRUNKS[name]()
+                served = Case(module).served()
+                with served as server, tf.connect(server.address) as client:
+                    trunk, mine = RemoteModule(client, "trunk"), seeded(copy.deepcopy(module))
+                    optimizer = RemoteOptimizer(trunk.parameters(), lr=0.1)
+                    ours = torch.optim.SGD(mine.parameters(), lr=0.1)
+                    x = torch.randn(8, 16)
+                    with trunk.training():
+                        for mode in (True, False, True, False):
+                            for part in (trunk, mine):
+                                part.train(mode)
+                            for wait in (True, False):
+                                said = []
+                                for part, o, how in ((trunk, optimizer, {"wait": wait}), (mine, ours, {})):
+                                    torch.manual_seed(3)
+                                    h = x.clone().requires_grad_()
+                                    o.zero_grad()
+                                    part(h).square().mean().backward()
+                                    o.step(**how)
+                                    if not mode:
+                                        torch.manual_seed(4)  # the trunk's model draws no seed
+                                    with torch.no_grad():
+                                        y = part(x)
+                                    self.assertFalse(y.requires_grad)
+                                    said.append(y)
+                                self.assertTrue(torch.equal(*said), (mode, wait))
+                        state = {f"trunk.{n}": t for n, t in trunk.state_dict().items()}
+                        self.same(state, dict(mine.state_dict()))
+                        self.assertEqual(held(client)["graphs"], 0)
 
     def test_a_tensor_modified_in_place_is_refused_as_torch_does(self) -> None:
         module = InPlace()
@@ -1252,6 +1529,37 @@ class Faults(Torch):
             self.same(trunk.state_dict(), third)
             with self.assertRaisesRegex(tf.FailedPrecondition, "no checkpoint 1; there are 2"):
                 trunk.rewind(1)
+
+    def test_a_fused_step_whose_answer_died_with_the_worker(self) -> None:
+        for every, stands in ((1, 3), (2, 2), (3, 3)):
+            folder = self.enter(tempfile.TemporaryDirectory())
+            server = self.enter(Worker(f"checkpoint={folder}", f"checkpoint-every={every}"))
+            client = self.enter(tf.connect(server.address, retry="exponential", retry_for=20))
+            trunk, module, x = RemoteModule(Losing(client), "trunk"), linear(), torch.ones(2, 3)
+            theirs = RemoteOptimizer(trunk.parameters(), "adam", lr=0.1, fused=True)
+            ours = torch.optim.Adam(module.parameters(), lr=0.1)
+
+            def step(middle: Any, optimizer: Any, x: Any = x) -> Any:
+                h = x.clone().requires_grad_()
+                optimizer.zero_grad()
+                middle(h).square().sum().backward()
+                optimizer.step()
+                return h.grad
+
+            with self.subTest(every=every), trunk.training():
+                for _ in range(2):
+                    self.assertTrue(torch.equal(step(trunk, theirs), step(module, ours)))
+                trunk._client.lost = [("backward", "answer")]
+                trunk._client.after = lambda server=server: kill_worker(server.server.process.pid)
+                want = step(module, ours)
+                if stands == 3:
+                    self.assertTrue(torch.equal(step(trunk, theirs), want))
+                else:
+                    with self.assertRaises(tf.Unavailable):
+                        step(trunk, theirs)
+                    self.assertTrue(torch.equal(step(trunk, theirs), want))
+                self.same(trunk.state_dict(), dict(module.state_dict()))
+                self.assertEqual(trunk.step, 3)
 
     def test_a_client_that_trains_hears_that_the_server_has_gone_back(self) -> None:
         folder = self.enter(tempfile.TemporaryDirectory())

@@ -240,6 +240,7 @@ class Client:
         self._opening: dict[Link, Target] = {}  # of links to which somebody connects
         self._parts: dict[Any, bytes] = {}  # of messages, packed
         self._ports: dict[str, str] = {}  # the only result, by model
+        self._ends: set[Callable[[], None]] = set()  # what comes before the end, such as a step that was not sent
 
     def __enter__(self) -> Client:
         return self
@@ -260,14 +261,17 @@ class Client:
         """Close the connection. Its calls fail; their results stay. A second time is a no-op."""
         if self._closed:
             return
-        self._closed = True
-        link = self._link
-        if link is not None and link.dead is None:
-            try:
-                link.collect()
-                yield from link.asking("disconnect", _ASK_SECONDS, connection=self._connection)
-            except Error:
-                pass  # it is closed all the same
+        try:
+            yield from list(self._ends)
+        finally:
+            self._closed = True
+            link = self._link
+            if link is not None and link.dead is None:
+                try:
+                    link.collect()
+                    yield from link.asking("disconnect", _ASK_SECONDS, connection=self._connection)
+                except Error:
+                    pass  # it is closed all the same
 
     def _known(self) -> Optional[Link]:
         """Return the link with a connection, if there is one."""

@@ -16,7 +16,7 @@ import pathlib
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -32,7 +32,7 @@ LIST_BYTES = 512  # of lists, for each parameter, beside 8 for each character of
 NUMBER = torch.finfo(torch.float32).max  # the largest option of an optimizer
 REASONS = 4096  # graphs that are gone, of which it is known why
 CHECKPOINTS = 2  # that are kept
-LISTS, DIFFERENTIABLE = "/lists", "/differentiable"  # ports beside the module's own
+LISTS, SAID = "/lists", "/said"  # ports beside the module's own
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 # Backward passes run on the thread that computes. The one thread that torch has for a device's backward passes
 # would not do: with a client in the same process it waits for this very pass. torch 1 has no such switch, and its
@@ -45,6 +45,13 @@ _OPTIMIZERS = {
     "momentum": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+}
+_STEP: dict[str, Param] = {
+    "n": Param(int, 0, "number of the step, 1 more than that of the last"),
+    "passes": Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
+    "optimizer": Param(str, "sgd", "sgd, momentum, adam or adamw"),
+    "scale": Param(float, 1.0, "factor for the gradients"),
+    "clip_value": Param(float, 0.0, "bound of each gradient"),
 }
 
 
@@ -172,6 +179,7 @@ class Training:
         self.steps = 0
         self.saved = 0  # the step of the last checkpoint; without any the module is as it was made
         self.last: tuple[str, int] = ("", 0)  # token and number of the last step
+        self.answer: dict[str, Any] = {}  # of the backward pass with that step, until another pass
         self.frozen: list[str] = []
         self.unsaved = ""  # why the last step has no checkpoint
         self.parameters = list(self.module.parameters())
@@ -327,22 +335,24 @@ class Training:
         lists = wanted, frozen.split(",") if frozen else [], release.split(",")
         return self.forward(call, inputs, lists, **params)[0]
 
-    def listed(self, call: Call, given: dict[str, Any], **params: Any) -> Any:
-        """NAME/forward: its lists, which grow with the module, are an input, and it says which outputs have a graph."""
-        said = _read(given.pop(LISTS), self.lists)
-        try:
-            wanted, frozen, release = (list(map(str, said[k])) for k in ("needs", "frozen", "release"))
-        except (TypeError, KeyError):
-            raise Invalid(f"input {LISTS} is not an object of lists: needs, frozen and release, as JSON") from None
-        outputs, graph_of = self.forward(call, given, (wanted, frozen, release), **params)
-        has = [getattr(graph_of[n], "requires_grad", False) for n in self.outputs]
-        return {**outputs, DIFFERENTIABLE: torch.tensor(has, dtype=torch.bool)}
+    def listed(self, call: Call, given: dict[str, Any], lease: str, lists: str, grad: bool, **params: Any) -> Any:
+        """NAME/forward, after a step if it has one. It says what is unusual of its outputs, and of the step before."""
+        self.check(call, lease)
+        said, step = self.heard(given, lists)
+        if step:
+            self.stepped(lease, **step)
+        wanted, frozen, release = (list(map(str, said.get(name, ()))) for name in ("needs", "frozen", "release"))
+        whole = wanted if "needs" in said else given, frozen, release
+        outputs, graph_of = self.forward(call, given, whole, lease, grad=grad, **params)
+        without = [n for n, y in graph_of.items() if differentiable(torch.as_tensor(y)) and not y.requires_grad]
+        told = {k: v for k, v in (("without", grad and without), ("warning", self.unsaved)) if v}
+        return {**outputs, SAID: octets_of(json.dumps(told) if told else "")}
 
     def forward(
         self, call: Call, inputs: dict[str, Any], lists: tuple[Container[str], list[str], Iterable[str]], lease: str,
-        seed: Optional[int], retain: bool, eval: bool, wire: str, order: str,
+        seed: Optional[int], retain: bool, eval: bool, wire: str, order: str, grad: bool = True,
     ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-        """The outputs as they travel, and as they are."""
+        """The outputs as they travel, and as they are; without grad there is no graph."""
         wanted, frozen, release = lists
         self.check(call, lease)
         if seed is not None and not 0 <= seed < 1 << 63:
@@ -358,6 +368,7 @@ class Training:
         if wire and wire not in _FLOATS:
             raise Invalid(f"param wire={wire!r} is none of {', '.join(_FLOATS)}")
         sent = getattr(torch, wire) if wire else None
+        self.answer = {}  # its client has heard of it, or does not ask any more
         xs = {}
         for name, given in inputs.items():
             # What is lent until the answer may be memory of the link: the graph needs its own.
@@ -388,13 +399,16 @@ class Training:
         self.mode(not eval)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         try:
-            with torch.enable_grad(), self.seeded(seed), hooks:
+            with torch.set_grad_enabled(grad), self.seeded(seed), hooks:
                 begun = {name: Joint.apply(x) if x.requires_grad else x for name, x in xs.items()}
                 given, named = self.arguments(begun)
                 said = self.trainer.forward(*given, **named)
                 outputs = dict(named_results(list(self.outputs), said))
         except Exception as err:
             raise told(err) from err
+        travel = {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}
+        if not grad:
+            return travel, outputs
         graph_of = {n: y for n, y in outputs.items() if torch.is_tensor(y)}
         for y in (*xs.values(), *graph_of.values()):
             count(y)
@@ -410,14 +424,21 @@ class Training:
             self.graphs[call.id] = graph
             self.bytes += graph.bytes
             self.most = max(self.most, graph.bytes)
-        return {n: _travels(y.detach(), sent) if torch.is_tensor(y) else y for n, y in outputs.items()}, outputs
+        return travel, outputs
 
     def backward(
         self, call: Call, gradients: dict[str, Any], lease: str, forward: str, unused: str, alone: bool, absent: bool,
-        order: str,
+        lists: str, order: str,
     ) -> dict[str, Any]:  # fmt: skip
-        """NAME/backward."""
+        """NAME/backward, and the step after it if it has one. Asked again for that step, it has the same answer."""
         self.check(call, lease)
+        take, step = None, self.heard(gradients, lists)[1]
+        if step and (lease, step["n"]) == self.last:
+            if not self.answer:
+                raise Refused(f"the gradients of step {self.steps}, which stands, are gone")
+            return self.answer
+        if step:
+            take = self.ready(lease, **step)
         graph = self.graphs.get(forward)
         if graph is None:
             self.counts["missed"] += 1
@@ -454,13 +475,15 @@ class Training:
             self.void = "a backward pass failed"
             raise told(err) from err
         self.passes += not alone
-        if call.cancelled and not alone:
+        if not take and call.cancelled and not alone:  # whoever does not hear of a step asks for it
             self.void = "a backward pass was cancelled"
-        said = {name: torch.empty(0) for name in self.inputs}  # of those that were left out, too
-        said.update({name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()})
+        answer = {name: torch.empty(0) for name in self.inputs}  # of those that were left out, too
+        answer.update({name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()})
         for x in graph.inputs.values():
             x.grad = None
-        return said
+        if take:
+            take(answer)
+        return answer
 
     def release(self, forwards: Iterable[str]) -> None:
         for id in forwards:
@@ -470,7 +493,7 @@ class Training:
 
     def zero(self) -> None:
         """Drops the gradients."""
-        self.void, self.passes = "", 0
+        self.void, self.passes, self.answer = "", 0, {}
         for p in self.parameters:
             p.grad = None
 
@@ -490,53 +513,83 @@ class Training:
         if rewind is not None:
             self.rewind(rewind)
             return self.state()
-        if n and (lease, n) == self.last:
-            return self.state()  # it is applied already
+        if norm:
+            self.whole()
+            grads = (p.grad for p in self.parameters if p.grad is not None)
+            total = sum(map(squares, grads), torch.zeros((), dtype=torch.float64))
+            return self.state(float(total), bool(torch.isfinite(total)))
+        self.stepped(lease, n, _read(groups, 0), passes, optimizer, scale, clip_value)
+        return self.state()
+
+    def apply(self, call: Call, given: dict[str, Any], lease: str, order: str, **step: Any) -> Any:
+        """NAME/apply: a step whose groups are an input, and that says what else went wrong."""
+        self.check(call, lease)
+        self.stepped(lease, groups=_read(given["groups"], self.lists), **step)
+        return {"y": self.state(), "warning": octets_of(self.unsaved)}
+
+    def heard(self, given: dict[str, Any], text: str) -> tuple[dict[str, Any], Optional[dict[str, Any]]]:
+        """The lists of a call, and its step: a param, or an input, as they grow with the module."""
+        octets = given.pop(LISTS, None)
+        said = _read(text if octets is None else octets, self.lists)
+        step = said.pop("step", None) if isinstance(said, dict) else None
+        if not isinstance(said, dict) or not all(isinstance(of, list) for of in said.values()):
+            raise Invalid(f"{LISTS} is not an object of lists: needs, frozen and release, as JSON")
+        if not isinstance(step, dict):
+            return said, None
+        known = {k: p.parse(k, None if k not in step else str(step[k])) for k, p in _STEP.items()}
+        return said, {"groups": step.get("groups"), **known}
+
+    def stepped(self, lease: str, n: int, *step: Any, **more: Any) -> None:
+        """Takes a step, unless it is taken already."""
+        if (lease, n) != self.last:
+            self.ready(lease, n, *step, **more)({})
+
+    def whole(self) -> None:
+        """Raises if the gradients are not to be used."""
         if self.void:
             raise Refused(
                 f"{self.void}: the gradients are not whole; zero them, and run the passes since the last step again"
             )
-        with torch.no_grad():
-            grads = [p.grad for p in self.parameters if p.grad is not None]
-            if norm:
-                total = sum(map(squares, grads), torch.zeros((), dtype=torch.float64))
-                return self.state(float(total), bool(torch.isfinite(total)))
-            if n != self.steps + 1:
-                raise Refused(f"step {n} does not follow step {self.steps}, which stands")
-            if passes not in (-1, self.passes):
-                raise Refused(
-                    f"the gradients are of {self.passes} backward passes, the client had {passes} confirmed; "
-                    "zero them, and run the passes since the last step again"
-                )
-            if not (abs(scale) <= NUMBER and clip_value >= 0):  # nor NaN
-                raise Invalid(f"scale={scale}, clip_value={clip_value}: one is no number of float32, or negative")
-            if clip_value and any(g.is_complex() for g in grads):
-                raise Invalid("complex gradients have no order: clip them by their norm")
-            options = {"optimizer": optimizer, "groups": _groups(groups)}
-            self.trainer.prepare(options)
+
+    def ready(
+        self, lease: str, n: int, groups: Any, passes: int, optimizer: str, scale: float, clip_value: float
+    ) -> Callable[[dict[str, Any]], None]:
+        """Sees whether a step can be taken, and returns what takes it, and keeps the answer of the pass before it."""
+        self.whole()
+        if n != self.steps + 1:
+            raise Refused(f"step {n} does not follow step {self.steps}, which stands")
+        if passes not in (-1, self.passes):
+            raise Refused(
+                f"the gradients are of {self.passes} backward passes, the client had {passes} confirmed; "
+                "zero them, and run the passes since the last step again"
+            )
+        if not (abs(scale) <= NUMBER and clip_value >= 0):  # nor NaN
+            raise Invalid(f"scale={scale}, clip_value={clip_value}: one is no number of float32, or negative")
+        if clip_value and any(p.is_complex() for p in self.parameters):
+            raise Invalid("complex gradients have no order: clip them by their norm")
+        options = {"optimizer": optimizer, "groups": _groups(groups)}
+        self.trainer.prepare(options)
+
+        def take(answer: dict[str, Any]) -> None:
             try:
-                for g in grads:
-                    if scale != 1.0:
-                        g.mul_(scale)
-                    if clip_value:
-                        g.clamp_(-clip_value, clip_value)
-                self.trainer.step(options)
+                with torch.no_grad():
+                    for g in (p.grad for p in self.parameters if p.grad is not None):
+                        if scale != 1.0:
+                            g.mul_(scale)
+                        if clip_value:
+                            g.clamp_(-clip_value, clip_value)
+                    self.trainer.step(options)
             except Exception as err:
                 self.void = "a step failed half-way"
                 raise told(err) from err
-        self.zero()
-        for id in list(self.graphs):
-            self.forget(id, f"step {n} came after it", "expired")
-        self.steps, self.last, self.unsaved = n, (lease, n), ""
-        if self.folder is not None and n % self.every == 0:
-            self.attempt()
-        return self.state()
+            self.zero()
+            for id in list(self.graphs):
+                self.forget(id, f"step {n} came after it", "expired")
+            self.steps, self.last, self.unsaved, self.answer = n, (lease, n), "", answer
+            if self.folder is not None and n % self.every == 0:
+                self.attempt()
 
-    def apply(self, call: Call, given: dict[str, Any], **params: Any) -> dict[str, Any]:
-        """NAME/apply: a step whose groups are an input, and that says what else went wrong."""
-        groups = json.dumps(_read(given["groups"], self.lists))
-        y = self.step(call, {}, **params, groups=groups, norm=False, discard=False, rewind=None)
-        return {"y": y, "warning": octets_of(self.unsaved)}
+        return take
 
     # State and checkpoints.
 
@@ -606,7 +659,7 @@ class Training:
         if self.saved == self.steps:
             return
         state = {
-            "step": self.steps, "last": self.last, "module": self.module.state_dict(),
+            "step": self.steps, "last": self.last, "answer": self.answer, "module": self.module.state_dict(),
             "trainer": self.trainer.state(), "rng": torch.get_rng_state(),
         }  # fmt: skip
         with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".new", delete=False) as f:
@@ -651,7 +704,7 @@ class Training:
         self.module.load_state_dict(state["module"])
         self.own = None
         torch.set_rng_state(state["rng"].cpu())
-        self.steps, self.last, self.saved = n, tuple(state["last"]), n
+        self.steps, self.last, self.saved, self.answer = n, tuple(state["last"]), n, state.get("answer", {})
         for later in [s for s in stands if s > n]:
             (self.folder / f"step-{later}.pt").unlink()
 
@@ -663,7 +716,8 @@ class Training:
             "graphs": len(self.graphs), "bytes": self.bytes, "step": self.steps, "lease": int(self.held()),
             **self.counts,
         }  # fmt: skip
-        return {"kept": self.bytes, "most": self.most, "gauges": gauges}
+        answer = sum(g.numel() * g.element_size() for g in self.answer.values())
+        return {"kept": self.bytes + answer, "most": self.most, "gauges": gauges}
 
     def companions(self, base: Prepared) -> list[Prepared]:
         """The models beside the module's own."""
@@ -688,34 +742,29 @@ class Training:
         whole = {n: dataclasses.replace(p, whole=False) for n, p in base.inputs.items()}
         state = {"y": Port(("float64",), (4,))}
         octets = Port(("uint8",), (FREE,))
+        long = dataclasses.replace(octets, optional=True)
         passes: dict[str, Param] = {
             "seed": Param(int, None, "of dropout and other random numbers"),
             "retain": Param(bool, False, "keep the graph after a backward pass"),
             "eval": Param(bool, False, "in eval mode"),
             "wire": Param(str, "", "type that outputs and gradients are sent as; inputs become the module's"),
         }
-        steps: dict[str, Param] = {
-            "n": Param(int, 0, "number of the step, 1 more than that of the last"),
-            "passes": Param(int, -1, "backward passes that the gradients must be of; -1: any number"),
-            "optimizer": Param(str, "sgd", "sgd, momentum, adam or adamw"),
-            "scale": Param(float, 1.0, "factor for the gradients"),
-            "clip_value": Param(float, 0.0, "bound of each gradient"),
-        }
+        lists = Param(str, "{}", "needs, frozen and release, and a step, as JSON; an input if it is long")
         return [
-            made("forward", self.listed, {**whole, LISTS: octets},
-                 {**base.outputs, DIFFERENTIABLE: Port(("bool",), (len(base.outputs),))}, **lease, **order, **passes),
+            made("forward", self.listed, {**whole, LISTS: long}, {**base.outputs, SAID: octets},
+                 **lease, **order, **passes, lists=lists, grad=Param(bool, True, "keep a graph")),
             made("train", self.train, whole, base.outputs, **lease, **order, **passes,
                  needs=Param(str, "*", "inputs that need a gradient, joined by commas"),
                  frozen=Param(str, "", "parameters that get no gradient, joined by commas"),
                  release=Param(str, "", "forward passes whose graphs are not needed")),
-            made("backward", self.backward, {n: Port() for n in base.outputs}, {n: Port() for n in base.inputs},
-                 **lease, **order,
+            made("backward", self.backward, {**{n: Port() for n in base.outputs}, LISTS: long},
+                 {n: Port() for n in base.inputs}, **lease, **order, lists=lists,
                  forward=Param(str, "", "id of the call of the forward pass"),
                  alone=Param(bool, False, "the gradients of the inputs alone, and none of parameters"),
                  absent=Param(bool, False, "an empty gradient is none, of outputs and of inputs"),
                  unused=Param(str, "", "outputs without a gradient, joined by commas")),
-            made("apply", self.apply, {"groups": octets}, {**state, "warning": octets}, **lease, **order, **steps),
-            made("step", self.step, {}, state, **lease, **order, **steps,
+            made("apply", self.apply, {"groups": octets}, {**state, "warning": octets}, **lease, **order, **_STEP),
+            made("step", self.step, {}, state, **lease, **order, **_STEP,
                  groups=Param(str, "[{}]", "options of each group of parameters, as JSON"),
                  norm=Param(bool, False, "only answer the squared norm of the gradients"),
                  discard=Param(bool, False, "only zero the gradients"),
@@ -739,12 +788,8 @@ class Training:
         return self.state()
 
 
-def _groups(text: str) -> list[dict[str, Any]]:
-    """The groups of an optimizer's parameters, from JSON."""
-    try:
-        groups = json.loads(text)
-    except (ValueError, RecursionError):
-        groups = None
+def _groups(groups: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer's parameters, as JSON says them."""
     if not isinstance(groups, list) or not groups or not all(isinstance(g, dict) for g in groups):
         raise Invalid("param groups is not a list of objects, as JSON")
     for name, value in ((name, value) for g in groups for name, value in g.items()):
@@ -842,9 +887,11 @@ def octets_of(text: str) -> Any:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
 
-def _read(octets: Any, most: int) -> Any:
-    """What a tensor says as JSON; None if it is longer than most bytes, or says nothing."""
+def _read(said: Any, most: int) -> Any:
+    """What a text, or a tensor, says as JSON; None if it is longer than most bytes, or says nothing."""
     try:
-        return json.loads(bytes(octets.tolist())) if octets.numel() <= most else None
+        if isinstance(said, str):
+            return json.loads(said)
+        return json.loads(bytes(said.tolist())) if said.numel() <= most else None
     except (ValueError, RecursionError):
         return None

@@ -217,8 +217,8 @@ class Worker:
                 answered.disown()
         for held in (block.named, block.made, block.keep):
             held.clear()
-        if self.training is not None and self.training.bytes > self.told["kept"]:
-            self.tell()  # first: it is charged before another call is admitted
+        if self.training is not None and not block.code and (kept := self.training.kept()) != self.told:
+            self.told, block.says = kept, wire.to_json(kept)
         self.link.send(wire.pack_answer(block.run["id"], block.code, nanos, block.outputs, block.says))
 
     def begin(self, block: Block) -> Any:

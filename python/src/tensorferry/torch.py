@@ -22,7 +22,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -37,8 +37,8 @@ __all__ = ["Handle", "RemoteModule", "RemoteOptimizer", "Rewound", "clip_grad_no
 
 _LOOK_SECONDS = 0.2  # between two looks whether the lease is free
 _WARN_SECONDS = 60.0  # between two warnings of what went wrong beside a step
-_ORDERED = ("forward", "train", "backward", "apply", "step")
 _RELEASES = 64  # ids of dropped graphs that one call names
+_TEXT = 4 << 10  # characters of JSON that go as a param; more are an input
 
 
 class Rewound(FailedPrecondition):
@@ -109,21 +109,29 @@ class RemoteModule(torch.nn.Module):
             raise FailedPrecondition(f"model {name!r} does not train", hint=f"serve it with --python {name}=…,train")
         self._client, self._remote, self._timeout, self._wire = client, name, timeout, wire
         self._on_rewind = on_rewind
-        self._lists = name + "/forward" in served  # a server of before has lists in params
         self._warned = -math.inf
         self._inputs, self._outputs = served[name].inputs, list(served[name].outputs)
         self._token = ""
         self._step = 0  # that stands
-        self._void = ""  # why the gradients there are not to be used
-        self._passes = 0  # that were confirmed since the gradients were zero
+        self._dropped: deque[str] = deque()  # graphs that nobody can use
+        self._there: list[float] = []  # what it last said of where it stands
+        self._pending: Optional[_Step] = None  # that was not sent, or of which nothing was heard
+        self._fused: Optional[RemoteOptimizer] = None  # takes its steps with backward passes
+        self._retain = False
+        self._clear()
+        # One more input, which stands for the parameters there: they need a gradient where no input does.
+        self._own = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            self._accumulates = self._own.view_as(self._own).grad_fn.next_functions[0][0]
+        self._handles: Optional[list[Handle]] = None
+
+    def _clear(self) -> None:
+        """Note that there are no gradients."""
+        self._void = ""  # why those there are not to be used
+        self._passes = 0  # that were confirmed since they were zero
         self._begun = 0  # that may have been
         self._scale = 1.0
-        self._retain = False
-        self._dropped: deque[str] = deque()  # graphs that nobody can use
-        self._there: list[float] = []  # what it last said of that
-        self._series, self._turns = "", 0  # calls of which nothing was heard when the next was begun
-        self._pending: Optional[tuple[Call, int, int, float]] = None  # a step not waited for, its passes, their scale
-        self._handles: Optional[list[Handle]] = None
+        self._stepped = False  # with a backward pass, since the last step()
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # there are no parameters, buffers or modules to look for
@@ -136,15 +144,17 @@ class RemoteModule(torch.nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = self._bind(inputs, named)
         needs = [n for n, x in given.items() if torch.is_tensor(x) and x.requires_grad]
-        if not torch.is_grad_enabled() or not (self.training or needs):
+        flows = torch.is_grad_enabled()
+        if flows and (self._mode or needs):
+            said = _Through.apply(self, list(given), self._seed(), *given.values(), self._own)
+            return said[0] if len(said) == 1 else said
+        if self._mode and self._token:
+            results = self._forwarded(given, self._seed(), (), grad=False)[1]
+        else:
             self._settle()
-            results = self._run("", {n: having(x.detach()).contiguous() for n, x in given.items()}, {}).result()
-            first = next(iter(given.values()))
-            return self._one({n: self._received(y, first) for n, y in results.items()})
-        # One more input, which stands for the parameters there: they need a gradient where no input does.
-        parameters = torch.empty(0, requires_grad=True)
-        said = _Through.apply(self, list(given), self._seed(), *given.values(), parameters)
-        return said[0] if len(said) == 1 else said
+            results = self._run("", {n: self._sent(x, None) for n, x in given.items()}, {}).result()
+        first = next(iter(given.values()))
+        return self._one({n: self._received(results[n], first) for n in self._outputs})
 
     def _seed(self) -> int:
         return int(torch.randint(2**62, ()))
@@ -158,11 +168,13 @@ class RemoteModule(torch.nn.Module):
             raise TypeError(f"{self._remote} has the inputs {', '.join(self._inputs)}; given were {', '.join(given)}")
         return {n: torch.as_tensor(given[n]) for n in self._inputs if n not in missing}
 
-    def _sent(self, x: Any) -> Any:
+    def _sent(self, x: Any, wire: Optional[torch.dtype]) -> Any:
         if x.layout != torch.strided:
             raise TypeError(f"{self._remote} takes dense tensors, not {x.layout}; to_dense() makes one")
-        x = having(x.detach()).contiguous()
-        return x.to(self._wire) if self._wire is not None and x.is_floating_point() else x
+        dtype = wire if wire is not None and x.is_floating_point() else x.dtype
+        if x.dtype is dtype and x.is_contiguous():
+            return x.detach()
+        return having(x.detach()).contiguous().to(dtype)
 
     def _received(self, y: Any, x: Any) -> Any:
         """A result beside an input: on its device, and of its type if it travelled as another."""
@@ -170,40 +182,32 @@ class RemoteModule(torch.nn.Module):
             return y.to(x.device).data  # a view may not be changed in place everywhere
         return y.to(device=x.device, dtype=x.dtype if x.is_floating_point() else torch.get_default_dtype()).data
 
-    def _flowing(self, results: Mapping[str, Any]) -> list[str]:
-        """The outputs of a forward pass that have a graph there."""
-        has = results[_train.DIFFERENTIABLE].tolist() if self._lists else [True] * len(self._outputs)
-        return [n for n, flows in zip(self._outputs, has) if flows and _train.differentiable(results[n])]
-
     def _one(self, results: Mapping[str, Any]) -> Any:
         values = tuple(results[n] for n in self._outputs)
         return values[0] if len(values) == 1 else values
 
-    def _run(self, part: str, inputs: Mapping[str, Any], params: dict[str, Any], follows: bool = False) -> Call:
-        """Begins a call. It may follow others of which nothing was heard yet, and runs after them."""
+    def _run(
+        self, part: str, inputs: Mapping[str, Any], params: dict[str, Any], order: str = "", again: bool = True
+    ) -> Call:
+        """Begins a call. With an order it may follow others of which nothing was heard yet, and runs after them.
+
+        It may be sent again: a step is known by its number, a forward pass by its seed.
+        """
         if part and part != "lease" and "about" not in params:
             if not self._token:
                 raise FailedPrecondition(
                     f"{self._remote} is not being trained here",
                     hint="use it in `with module.training():`; the model itself answers under no_grad",
                 )
-            params = {**params, "lease": self._token}
-        turn = 0
-        if part in _ORDERED:
-            turn, self._turns = self._turns, 0  # 0, if the call is not begun: the server may wait for it
-            if not follows or not turn:
-                self._series, turn = secrets.token_hex(8), 0
-            params["order"] = f"{self._series}.{turn}"
-        path = f"{self._remote}/{part}" if part else self._remote
-        call = self._client.call(
-            path, inputs, params=params, timeout=self._timeout, like="torch", regions=False,
-            idempotent=part != "backward",  # a step is known by its number, a forward pass by its seed
+            params = {**params, "lease": self._token, **({"order": order} if order else {})}
+        return self._client.call(
+            f"{self._remote}/{part}" if part else self._remote, inputs, params=params, timeout=self._timeout,
+            like="torch", regions=False, idempotent=again,
         )  # fmt: skip
-        self._turns = turn + 1 if part in _ORDERED else self._turns
-        return call
 
     def _ask(self, part: str, params: dict[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
         """Run a part, once more if the server had only forgotten who trains."""
+        self._settle()
         results: Mapping[str, Any]
         try:
             results = self._run(part, inputs or {}, params).result()
@@ -213,32 +217,45 @@ class RemoteModule(torch.nn.Module):
             results = self._run(part, inputs or {}, params).result()
         return results
 
-    def _train(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], follows: bool = False) -> Call:
-        """Begins a forward pass that keeps its graph."""
+    def _train(
+        self, given: Mapping[str, Any], seed: int, needs: Iterable[str], step: Optional[_Step] = None, *,
+        order: str = "", grad: bool = True,
+    ) -> Call:  # fmt: skip
+        """Begins a forward pass that keeps its graph, or none without grad, after a step if there is one."""
         params: dict[str, Any] = {"seed": seed}
-        if self._retain:
-            params["retain"] = "true"
-        if not self._mode:
-            params["eval"] = "true"
-        frozen = [h.remote_name for h in self._handles or () if not h.requires_grad]
-        if self._wire is not None:
-            params["wire"] = str(self._wire).partition(".")[2]
-        dropped = [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))]
-        lists = {"needs": list(needs), "frozen": frozen, "release": dropped}
-        sent = {n: self._sent(x) for n, x in given.items()}
-        if self._lists:
-            return self._run("forward", {**sent, _train.LISTS: _train.octets_of(json.dumps(lists))}, params, follows)
-        return self._run("train", sent, {**params, **{k: ",".join(v) for k, v in lists.items()}}, follows)
+        wire = self._wire if grad else None
+        if wire is not None:
+            params["wire"] = str(wire).partition(".")[2]
+        for name, on in (("retain", self._retain), ("eval", not self._mode)):
+            if on:
+                params[name] = "true"
+        if not grad:
+            params["grad"] = "false"
+        lists: dict[str, Any] = {
+            "frozen": [h.remote_name for h in self._handles or () if not h.requires_grad],
+            "release": [self._dropped.popleft() for _ in range(min(len(self._dropped), _RELEASES))],
+            "step": step and step.said,
+        }
+        lists = {name: of for name, of in lists.items() if of}
+        if grad and list(needs) != [n for n, x in given.items() if _train.differentiable(x)]:
+            lists["needs"] = list(needs)
+        sent = {n: self._sent(x, wire) for n, x in given.items()}
+        _say(lists, "lists", params, _train.LISTS, sent)
+        return self._run("forward", sent, params, order)
 
-    def _backward(self, forward: str, gradients: Mapping[str, Any], follows: bool = False, alone: bool = False) -> Call:
+    def _backward(
+        self, forward: str, gradients: Mapping[str, Any], step: Optional[_Step] = None, *, order: str = "",
+        alone: bool = False,
+    ) -> Call:  # fmt: skip
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
-        unused = [n for n, g in gradients.items() if g is None]
-        sent = {n: torch.empty(0) if g is None else self._sent(g) for n, g in gradients.items()}
-        self._begun += not alone
-        says = {"absent": "true"} if self._lists else {"unused": ",".join(unused)}
-        params = {"forward": forward, **says, **({"alone": "true"} if alone else {})}
+        sent = {n: torch.empty(0) if g is None else self._sent(g, self._wire) for n, g in gradients.items()}
+        params = {"forward": forward, "absent": "true", **({"alone": "true"} if alone else {})}
+        if step:
+            _say({"step": step.said}, "lists", params, _train.LISTS, sent)
+        else:
+            self._begun += not alone
         try:
-            return self._run("backward", sent, params, follows)
+            return self._run("backward", sent, params, order, step is not None)
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
@@ -254,24 +271,59 @@ class RemoteModule(torch.nn.Module):
         self._passes += not alone
         return results
 
-    def _forwarded(self, given: Mapping[str, Any], seed: int, needs: Iterable[str]) -> tuple[str, Mapping[str, Any]]:
-        """The id and the outputs of a forward pass, which is run again if the server had only forgotten who trains."""
-        call = self._train(given, seed, needs, self._pending is not None)
+    def _advanced(self, forward: str, gradients: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer of a backward pass after which the server steps. One that is lost is asked for again."""
+        if self._stepped or self._begun:
+            self._plain("accumulated gradients")
+        assert self._fused is not None
+        step = self._next(self._fused._kind, self._fused._groups())
+        self._void = "a backward pass failed, or was not confirmed"
+        results: Mapping[str, Any]
         try:
-            self._settle()  # before the pass, which waits for the step
-        except BaseException:
-            call.cancel()
-            raise
-        try:
-            return self._results(call)
+            results = self._backward(forward, gradients, step).result()
         except Error as err:
-            if not self._look(err):
+            if self._stands(err) != step.n:
+                self._compare(err)
                 raise
-        return self._results(self._train(given, seed, needs))
+            results = self._backward(forward, gradients, step).result()
+        self._step, self._void, self._stepped = step.n, "", True
+        return results
 
-    def _results(self, call: Call) -> tuple[str, Mapping[str, Any]]:
-        results: Mapping[str, Any] = call.result()
-        return call.id, results
+    def _plain(self, what: str) -> None:
+        """Raises if steps are taken with backward passes."""
+        if self._fused is not None:
+            raise FailedPrecondition(
+                f"the optimizer of {self._remote} is fused: the server steps after each backward pass, "
+                f"which does not go with {what}",
+                hint="make it without fused, and call step()",
+            )
+
+    def _forwarded(
+        self, given: Mapping[str, Any], seed: int, needs: Iterable[str], grad: bool = True
+    ) -> tuple[str, Mapping[str, Any], list[str]]:
+        """What _results returns of a forward pass, which is run again if the server had only forgotten who trains."""
+        step = self._pending
+        call = self._train(given, seed, needs, step, grad=grad)
+        try:
+            return self._results(call, step)
+        except Error as err:
+            if (step and self._step != step.n) or not self._look(err):
+                raise
+        return self._results(self._train(given, seed, needs, grad=grad), None)
+
+    def _results(self, call: Call, step: Optional[_Step]) -> tuple[str, Mapping[str, Any], list[str]]:
+        """The id of a forward pass with a step, or none, its outputs, and which of them have a graph."""
+        try:
+            results: dict[str, Any] = call.result()
+        except Error as err:
+            self._taken(step, err)
+            raise
+        self._taken(step)
+        said = results.pop(_train.SAID)
+        told = json.loads(bytes(said.tolist())) if said.numel() else {}
+        self._warn(told.get("warning"))
+        without = told.get("without", ())
+        return call.id, results, [n for n, y in results.items() if _train.differentiable(y) and n not in without]
 
     def _look(self, err: Error) -> bool:
         """After an error, see where the server stands. It reports whether nothing is lost."""
@@ -289,12 +341,12 @@ class RemoteModule(torch.nn.Module):
             raise err from None
         return int(self._there[0])
 
-    def _compare(self, err: Error) -> bool:
+    def _compare(self, err: Optional[Error]) -> bool:
         """Compare what stands there with this side, and report whether nothing is lost."""
         stands, _, _, passes = self._there
         if stands != self._step:
             here, self._step = self._step, int(stands)
-            self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
+            self._clear()
             if self._on_rewind is not None:
                 self._on_rewind(self._step)
             raise Rewound(self._remote, self._step, here) from err
@@ -305,6 +357,7 @@ class RemoteModule(torch.nn.Module):
     @contextlib.contextmanager
     def retain_graph(self) -> Iterator[None]:
         """Within it, graphs of forward passes are kept after a backward pass, for loss.backward(retain_graph=True)."""
+        self._plain("retained graphs")
         before, self._retain = self._retain, True
         try:
             yield
@@ -323,14 +376,15 @@ class RemoteModule(torch.nn.Module):
         their own: a backward pass of yours ends there. The gradients travel while you go on, and reach bottom
         when they have come back; all have at the end of the loop.
         """
+        self._plain("a pipeline, whose gradients accumulate")
         if depth < 1:
             raise ValueError(f"a pipeline of {depth} micro-batches; 1 is the least")
         yield lambda micro: self._micro(iter(micro), depth)
 
     def _micro(self, micro: Iterator[Any], depth: int) -> Iterator[Any]:
-        forwards: deque[tuple[int, dict[str, Any], Call]] = deque()  # by their turns
+        forwards: deque[tuple[int, dict[str, Any], Call, Optional[_Step]]] = deque()  # by their turns
         backwards: deque[tuple[int, dict[str, Any], Call]] = deque()
-        turns = 0
+        series, turns, carried = secrets.token_hex(8), 0, None
 
         def back(before: int) -> None:
             """Takes the gradients that have come, and waits for those of passes before a turn."""
@@ -347,22 +401,22 @@ class RemoteModule(torch.nn.Module):
                     if more:
                         given = self._bind(x if isinstance(x, tuple) else (x,), {})
                         needs = [n for n, t in given.items() if t.requires_grad]
-                        call = self._train(given, self._seed(), needs, turns > 0 or self._pending is not None)
-                        forwards.append((turns, given, call))
+                        step, carried = self._pending if self._pending is not carried else None, self._pending
+                        call = self._train(given, self._seed(), needs, step, order=f"{series}.{turns}")
+                        forwards.append((turns, given, call, step))
                         turns += 1
                 if not forwards:
                     break
-                turn, given, call = forwards.popleft()
-                self._settle()
+                turn, given, call, step = forwards.popleft()
                 back(turn)  # what runs before it, is heard of before it: a pass that is lost would keep it waiting
                 try:
-                    id, outputs = self._results(call)
+                    id, outputs, flowing = self._results(call, step)
                 except Error as err:
                     self._look(err)
                     raise
                 first = next(iter(given.values()))
                 values = {n: self._received(outputs[n], first) for n in self._outputs}
-                leaves = {n: values[n].requires_grad_() for n in self._flowing(outputs)}
+                leaves = {n: values[n].requires_grad_() for n in flowing}
                 with torch.enable_grad():
                     yielded = {**values, **{n: _train.Joint.apply(leaf) for n, leaf in leaves.items()}}
                 yield self._one(yielded)
@@ -370,12 +424,12 @@ class RemoteModule(torch.nn.Module):
                 if all(g is None for g in gradients.values()):
                     self._dropped.append(id)
                 else:
-                    backwards.append((turns, given, self._backward(id, gradients, follows=True)))
+                    backwards.append((turns, given, self._backward(id, gradients, order=f"{series}.{turns}")))
                     turns += 1
             back(turns)
         except BaseException:
             self._void = self._void or "a pipeline was left"
-            for _, _, call in (*forwards, *backwards):
+            for call in (*(f[2] for f in forwards), *(b[2] for b in backwards)):
                 call.cancel()
             raise
 
@@ -411,72 +465,81 @@ class RemoteModule(torch.nn.Module):
                         raise
                     time.sleep(_LOOK_SECONDS)
             here, self._step = self._step, stands
-            self._passes, self._begun, self._void, self._scale = 0, 0, "", 1.0
+            self._clear()
             if stands < here:  # it was started anew between two turns
                 if self._on_rewind is None:
                     raise Rewound(self._remote, stands, here)
                 self._on_rewind(stands)
-            yield self
+            try:
+                yield self
+            except BaseException:
+                with contextlib.suppress(Error, ValueError):
+                    self._settle()
+                raise
             self._settle()
         finally:
             try:
                 self._take(end="true")
             except (Error, ValueError):
                 pass  # it ends with the session
+            self._client._ends.discard(self._settle)
             self._token, self._pending = "", None
             self._dropped.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that have been accumulated since the last step."""
-        if self._begun or self._void:
-            self._ask("step", {"discard": "true"})
-        self._void, self._scale, self._passes, self._begun = "", 1.0, 0, 0
+        there = self._ask("step", {"discard": "true"})["y"].tolist() if self._begun or self._void else None
+        self._clear()
+        if there:
+            self._there = there
+            self._compare(None)  # a backward pass of which nothing was heard may have stepped
 
     def grad_norm(self) -> tuple[float, bool]:
         """Return the norm of the gradients there, and whether all are finite."""
         _, square, finite, _ = self._ask("step", {"norm": "true"})["y"].tolist()
         return square**0.5, bool(finite)
 
-    def _advance(self, optimizer: str, groups: str, wait: bool, scale: float, **params: Any) -> None:
-        """Have the gradients applied, once."""
+    def _next(self, kind: str, groups: list[Any], scale: float = 1.0, clip_value: float = 0.0) -> _Step:
+        """The step that uses up the gradients there."""
         if self._void:
             raise FailedPrecondition(
                 self._void + ": the gradients are not whole", hint="zero_grad, and run the passes again"
             )
         self._settle()
-        n = self._step + 1
-        said = {
-            "n": n, "passes": self._passes, "optimizer": optimizer, "scale": repr(self._scale * scale), **params,
-        }  # fmt: skip
-        self._void = "a step was interrupted"
-        if self._lists:
-            call = self._run("apply", {"groups": _train.octets_of(groups)}, said)
-        else:
-            call = self._run("step", {}, {**said, "groups": groups})
-        self._pending = (call, n, self._passes, self._scale)
-        self._passes = self._begun = 0  # the step uses them up
-        self._void, self._scale = "", 1.0
-        if wait:
-            self._settle()
+        said = {"n": self._step + 1, "passes": self._passes, "optimizer": kind, "groups": groups}
+        more = {"scale": (self._scale * scale, 1.0), "clip_value": (clip_value, 0.0)}
+        said.update({name: repr(value) for name, (value, usual) in more.items() if value != usual})
+        step = _Step(self._step + 1, said, self._passes, self._scale)
+        self._clear()
+        return step
 
     def _settle(self) -> None:
-        """Wait for a step."""
-        if self._pending is None:
+        """Have the step taken that is pending."""
+        step = self._pending
+        if step is None:
             return
-        call, n, passes, scale = self._pending
-        warning = ""
+        params, inputs, said = dict(step.said), dict[str, Any](), dict[str, Any]()
+        _say(params.pop("groups"), "groups", params, "groups", inputs)
         try:
-            said = call.result()
-            warning = bytes(said["warning"].tolist()).decode() if "warning" in said else ""
+            said = self._run("apply" if inputs else "step", inputs, params).result()
         except Error as err:
-            # The server knows whether the step was applied.
-            self._pending = None
-            if self._stands(err) != n:
-                if passes:
-                    self._passes, self._begun, self._scale = passes, passes, scale
-                self._compare(err)
-                raise
-        self._step, self._pending = n, None  # where Ctrl-C comes before, the next use asks again
+            self._taken(step, err)
+        self._taken(step)
+        self._warn(bytes(said["warning"].tolist()).decode() if "warning" in said else "")
+
+    def _taken(self, step: Optional[_Step], err: Optional[Error] = None) -> None:
+        """Note that a step stands; after an error of its call, see whether it does, and raise the error if not."""
+        if step is None or self._pending is not step:
+            return
+        self._pending = None  # where Ctrl-C comes before, the next use asks again
+        if err is not None and self._stands(err) != step.n:
+            if step.passes:
+                self._passes, self._begun, self._scale = step.passes, step.passes, step.scale
+            self._compare(err)
+            raise err
+        self._step = step.n
+
+    def _warn(self, warning: Optional[str]) -> None:
         if warning and time.monotonic() - self._warned > _WARN_SECONDS:
             self._warned = time.monotonic()
             warnings.warn(f"{self._remote}: {warning}", RuntimeWarning, stacklevel=5)
@@ -495,9 +558,9 @@ class RemoteModule(torch.nn.Module):
 
     def rewind(self, step: int) -> None:
         """Go back to the server's checkpoint of a step. What belongs to this side you load yourself."""
-        self._settle()
         self._ask("step", {"rewind": step})
-        self._step, self._void, self._scale, self._passes, self._begun = step, "", 1.0, 0, 0
+        self._step = step
+        self._clear()
 
     def release(self) -> None:
         """Free the graphs of forward passes whose outputs are gone."""
@@ -554,7 +617,6 @@ class RemoteModule(torch.nn.Module):
         if not self._token:
             with self._lease():
                 return self._fetch(what)
-        self._settle()
         got = self._ask("state", {"what": what})
         said = json.loads(bytes(got["about"].tolist()))["tensors"]
         like = {n: torch.empty(sh, dtype=getattr(torch, dt)) for n, dt, sh, _ in said}
@@ -564,10 +626,27 @@ class RemoteModule(torch.nn.Module):
         """Replace all parameters and buffers of the server's module, or none. Names, types and shapes must match."""
         if not strict:
             raise NotImplementedError("a remote module loads all of a state dict, or nothing; leave strict=True")
-        self._settle()
         about = _train.octets_of(json.dumps(_train.describe(state, ())))
         self._ask("load", {}, {"y": _train.pack_tensors(state.values()), "about": about})
         return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+class _Step(NamedTuple):
+    """A step as calls say it, and what it uses up."""
+
+    n: int
+    said: dict[str, Any]
+    passes: int
+    scale: float
+
+
+def _say(said: Any, name: str, params: dict[str, Any], port: str, inputs: dict[str, Any]) -> None:
+    """Has a call say something as JSON: in a param, or in an input if it is long."""
+    text = json.dumps(said) if said else ""
+    if len(text) > _TEXT:
+        inputs[port] = _train.octets_of(text)
+    elif text:
+        params[name] = text
 
 
 class _Mode(int):
@@ -603,13 +682,10 @@ class _Through(torch.autograd.Function):
     def forward(ctx: Any, remote: RemoteModule, names: list[str], seed: int, *tensors: Any) -> Any:
         given = dict(zip(names, tensors))
         needs = [n for n, needed in zip(names, ctx.needs_input_grad[3:]) if needed]
-        id, results = remote._forwarded(given, seed, needs)
+        id, results, flowing = remote._forwarded(given, seed, needs)
         ctx.node, ctx.names = _Node(remote, id), names
-        with torch.enable_grad():
-            ctx.parameters = tensors[-1].view_as(tensors[-1]).grad_fn.next_functions[0][0]
         ctx.given = {n: (x.dtype, x.device, x.shape) for n, x in given.items()}
         values = tuple(remote._received(results[n], tensors[0]) for n in remote._outputs)
-        flowing = remote._flowing(results)
         ctx.mark_non_differentiable(*[v for n, v in zip(remote._outputs, values) if n not in flowing])
         ctx.set_materialize_grads(False)
         return values
@@ -621,9 +697,13 @@ class _Through(torch.autograd.Function):
         if not remote._retain:
             node.used = True
         # torch.autograd.grad, and backward(inputs=…), leave the parameters alone.
-        alone = not torch._C._will_engine_execute_node(ctx.parameters)
-        call = remote._backward(node.id, dict(zip(remote._outputs, gradients)), alone=alone)
-        got = remote._confirmed(call, alone)
+        alone = not torch._C._will_engine_execute_node(remote._accumulates)
+        remote._settle()
+        given = dict(zip(remote._outputs, gradients))
+        if remote._fused is None or alone:
+            got = remote._confirmed(remote._backward(node.id, given, alone=alone), alone)
+        else:
+            got = remote._advanced(node.id, given)
         back = [
             got[n].to(dtype=ctx.given[n][0], device=ctx.given[n][1])
             if needed and not _train.is_absent(got[n], ctx.given[n][2])
@@ -637,10 +717,11 @@ class RemoteOptimizer(torch.optim.Optimizer):
     """An optimizer on the server, over handles of a RemoteModule's parameters. torch's schedulers take it.
 
     kind is "sgd", "momentum", "adam", "adamw", or one of torch's classes SGD, Adam and AdamW. options are
-    theirs. A step uses the gradients up; they are zero after it.
+    theirs. A step uses the gradients up; they are zero after it. A fused optimizer has the server step after each
+    backward pass, in the same call: step() tells it only that the next one may come.
     """
 
-    def __init__(self, params: Iterable[Any], kind: Union[str, type] = "sgd", **options: Any):
+    def __init__(self, params: Iterable[Any], kind: Union[str, type] = "sgd", *, fused: bool = False, **options: Any):
         self._kind = kind if isinstance(kind, str) else getattr(kind, "__name__", "").lower()
         if kind == "momentum":
             options.setdefault("momentum", 0.9)
@@ -656,6 +737,7 @@ class RemoteOptimizer(torch.optim.Optimizer):
         handles = sum(len(g["params"]) for g in self.param_groups)
         assert self._module is not None
         self._remote: RemoteModule = self._module
+        self._remote._fused = self if fused else None  # the one made last counts
         self._all = len(self.param_groups) == 1 and handles == len(list(self._remote.parameters()))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -668,14 +750,14 @@ class RemoteOptimizer(torch.optim.Optimizer):
             self._module = p.remote
         self._all = False
 
-    def _groups(self) -> str:
+    def _groups(self) -> list[Any]:
         said = []
         for g in self.param_groups:
             group = {k: g[k] for k, usual in self._given.items() if k == "lr" or g[k] != usual}
             if not self._all:
                 group["params"] = [h.remote_name for h in g["params"]]
             said.append({k: v.item() if torch.is_tensor(v) else v for k, v in group.items()})
-        return json.dumps(said)
+        return said
 
     def step(
         self,
@@ -687,15 +769,23 @@ class RemoteOptimizer(torch.optim.Optimizer):
     ) -> Any:
         """Apply the gradients, each multiplied by scale and then bounded by clip_value.
 
-        Without wait it returns at once, and the next use of the module has its error.
+        Without wait it goes with the next forward pass, or before any other use of the module, which has its error.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._remote._advance(
-            self._kind, self._groups(), wait, scale, **({"clip_value": repr(clip_value)} if clip_value else {})
-        )
+        remote = self._remote
+        if remote._fused is self:
+            if scale != 1.0 or clip_value:
+                remote._plain("scaled or clipped gradients")
+            remote._stepped = False
+            return loss
+        remote._pending = remote._next(self._kind, self._groups(), scale, clip_value)
+        if wait:
+            remote._settle()
+        else:
+            remote._client._ends.add(remote._settle)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -712,6 +802,7 @@ def clip_grad_norm_(parameters: Iterable[Any], *remotes: RemoteModule, max_norm:
     local = [p.grad for p in parameters if p.grad is not None]
     square = sum(float(_train.squares(g)) for g in local)
     for remote in remotes:
+        remote._plain("clipped gradients")
         square += remote.grad_norm()[0] ** 2
     total = float(square**0.5)
     factor = min(1.0, max_norm / (total + 1e-6))
