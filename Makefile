@@ -240,7 +240,7 @@ reference: ## Rewrite docs/commands.md from the commands, and the table of docs/
 	$(GO) test ./cmd/tensorferry -run Reference -rewrite
 
 packages: ## Rewrite the table of docs/packages.md from the packages, and lower the ceiling of internal/house
-	$(GO) test ./internal/house -run 'PageOfPackages|Ceiling' -rewrite
+	$(GO) test -tags grpcnotrace ./internal/house -run 'PageOfPackages|Ceiling' -rewrite
 
 gpu-build: ## Build what a machine with a GPU needs for make gpu-day, into .gpu-day
 	GO='$(GO)' tools/gpu-day/day build
