@@ -344,7 +344,8 @@ class Training:
         wanted, frozen, release = (list(map(str, said.get(name, ()))) for name in ("needs", "frozen", "release"))
         whole = wanted if "needs" in said else given, frozen, release
         outputs, graph_of = self.forward(call, given, whole, lease, grad=grad, **params)
-        without = [n for n, y in graph_of.items() if differentiable(torch.as_tensor(y)) and not y.requires_grad]
+        flat = [n for n, y in graph_of.items() if not getattr(y, "requires_grad", False)]
+        without = [n for n in flat if differentiable(torch.as_tensor(graph_of[n]))]
         told = {k: v for k, v in (("without", grad and without), ("warning", self.unsaved)) if v}
         return {**outputs, SAID: octets_of(json.dumps(told) if told else "")}
 
@@ -536,8 +537,9 @@ class Training:
             raise Invalid(f"{LISTS} is not an object of lists: needs, frozen and release, as JSON")
         if not isinstance(step, dict):
             return said, None
-        known = {k: p.parse(k, None if k not in step else str(step[k])) for k, p in _STEP.items()}
-        return said, {"groups": step.get("groups"), **known}
+        return said, {k: p.parse(k, str(step.get(k, p.default))) for k, p in _STEP.items()} | {
+            "groups": step.get("groups")
+        }
 
     def stepped(self, lease: str, n: int, *step: Any, **more: Any) -> None:
         """Takes a step, unless it is taken already."""

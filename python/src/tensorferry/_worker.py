@@ -89,7 +89,7 @@ class Worker:
             self.training.room = int(self.link.host.get("memory", 0)) // 2
         self.pins = str(model.like.device).startswith("cuda")
         ready = model.ready()
-        if self.device is not None:
+        if self.device is not None or self.training is not None:
             ready["blocks"] = BLOCKS
         threads = [threading.Thread(target=self.read, daemon=True) for _ in range(model.threads - 1)]
         device = contextlib.closing(self.device) if self.device else contextlib.nullcontext()

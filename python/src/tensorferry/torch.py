@@ -186,20 +186,15 @@ class RemoteModule(torch.nn.Module):
         values = tuple(results[n] for n in self._outputs)
         return values[0] if len(values) == 1 else values
 
-    def _run(
-        self, part: str, inputs: Mapping[str, Any], params: dict[str, Any], order: str = "", again: bool = True
-    ) -> Call:
-        """Begins a call. With an order it may follow others of which nothing was heard yet, and runs after them.
-
-        It may be sent again: a step is known by its number, a forward pass by its seed.
-        """
+    def _run(self, part: str, inputs: Mapping[str, Any], params: dict[str, Any], again: bool = True) -> Call:
+        """Begins a call, which may be sent again: a step is known by its number, a forward pass by its seed."""
         if part and part != "lease" and "about" not in params:
             if not self._token:
                 raise FailedPrecondition(
                     f"{self._remote} is not being trained here",
                     hint="use it in `with module.training():`; the model itself answers under no_grad",
                 )
-            params = {**params, "lease": self._token, **({"order": order} if order else {})}
+            params = {**params, "lease": self._token}
         return self._client.call(
             f"{self._remote}/{part}" if part else self._remote, inputs, params=params, timeout=self._timeout,
             like="torch", regions=False, idempotent=again,
@@ -218,17 +213,13 @@ class RemoteModule(torch.nn.Module):
         return results
 
     def _train(
-        self, given: Mapping[str, Any], seed: int, needs: Iterable[str], step: Optional[_Step] = None, *,
-        order: str = "", grad: bool = True,
+        self, given: Mapping[str, Any], seed: int, needs: Iterable[str], step: Optional[_Step] = None,
+        grad: bool = True, **order: str,
     ) -> Call:  # fmt: skip
         """Begins a forward pass that keeps its graph, or none without grad, after a step if there is one."""
-        params: dict[str, Any] = {"seed": seed}
         wire = self._wire if grad else None
-        if wire is not None:
-            params["wire"] = str(wire).partition(".")[2]
-        for name, on in (("retain", self._retain), ("eval", not self._mode)):
-            if on:
-                params[name] = "true"
+        how = {"retain": self._retain, "eval": not self._mode, "wire": wire and str(wire).partition(".")[2]}
+        params: dict[str, Any] = {"seed": seed, **order, **{name: value for name, value in how.items() if value}}
         if not grad:
             params["grad"] = "false"
         lists: dict[str, Any] = {
@@ -241,21 +232,23 @@ class RemoteModule(torch.nn.Module):
             lists["needs"] = list(needs)
         sent = {n: self._sent(x, wire) for n, x in given.items()}
         _say(lists, "lists", params, _train.LISTS, sent)
-        return self._run("forward", sent, params, order)
+        return self._run("forward", sent, params)
 
     def _backward(
-        self, forward: str, gradients: Mapping[str, Any], step: Optional[_Step] = None, *, order: str = "",
+        self,
+        forward: str,
+        gradients: Mapping[str, Any],
+        step: Optional[_Step] = None,
         alone: bool = False,
-    ) -> Call:  # fmt: skip
+        **order: str,
+    ) -> Call:
         """Begins a backward pass. A gradient that is None is of an output that nothing used."""
         sent = {n: torch.empty(0) if g is None else self._sent(g, self._wire) for n, g in gradients.items()}
-        params = {"forward": forward, "absent": "true", **({"alone": "true"} if alone else {})}
-        if step:
-            _say({"step": step.said}, "lists", params, _train.LISTS, sent)
-        else:
-            self._begun += not alone
+        params: dict[str, Any] = {"forward": forward, "absent": True, **({"alone": True} if alone else {}), **order}
+        _say(step and {"step": step.said}, "lists", params, _train.LISTS, sent)
+        self._begun += not (alone or step)
         try:
-            return self._run("backward", sent, params, order, step is not None)
+            return self._run("backward", sent, params, again=step is not None)
         except BaseException:
             self._void = "a backward pass was not confirmed"
             raise
@@ -292,16 +285,11 @@ class RemoteModule(torch.nn.Module):
     def _plain(self, what: str) -> None:
         """Raises if steps are taken with backward passes."""
         if self._fused is not None:
-            raise FailedPrecondition(
-                f"the optimizer of {self._remote} is fused: the server steps after each backward pass, "
-                f"which does not go with {what}",
-                hint="make it without fused, and call step()",
-            )
+            why = "is fused: the server steps after each backward pass, which does not go with"
+            raise FailedPrecondition(f"the optimizer of {self._remote} {why} {what}", hint="make it without fused")
 
-    def _forwarded(
-        self, given: Mapping[str, Any], seed: int, needs: Iterable[str], grad: bool = True
-    ) -> tuple[str, Mapping[str, Any], list[str]]:
-        """What _results returns of a forward pass, which is run again if the server had only forgotten who trains."""
+    def _forwarded(self, given: Mapping[str, Any], seed: int, needs: Iterable[str], grad: bool = True) -> _Passed:
+        """A forward pass, which is run again if the server had only forgotten who trains."""
         step = self._pending
         call = self._train(given, seed, needs, step, grad=grad)
         try:
@@ -309,10 +297,10 @@ class RemoteModule(torch.nn.Module):
         except Error as err:
             if (step and self._step != step.n) or not self._look(err):
                 raise
-        return self._results(self._train(given, seed, needs, grad=grad), None)
+        return self._results(self._train(given, seed, needs, grad=grad))
 
-    def _results(self, call: Call, step: Optional[_Step]) -> tuple[str, Mapping[str, Any], list[str]]:
-        """The id of a forward pass with a step, or none, its outputs, and which of them have a graph."""
+    def _results(self, call: Call, step: Optional[_Step] = None) -> _Passed:
+        """What became of a forward pass, and of the step with it, if there is one."""
         try:
             results: dict[str, Any] = call.result()
         except Error as err:
@@ -320,7 +308,7 @@ class RemoteModule(torch.nn.Module):
             raise
         self._taken(step)
         said = results.pop(_train.SAID)
-        told = json.loads(bytes(said.tolist())) if said.numel() else {}
+        told = json.loads(bytes(said.tolist()) or "{}")
         self._warn(told.get("warning"))
         without = told.get("without", ())
         return call.id, results, [n for n, y in results.items() if _train.differentiable(y) and n not in without]
@@ -629,6 +617,10 @@ class RemoteModule(torch.nn.Module):
         about = _train.octets_of(json.dumps(_train.describe(state, ())))
         self._ask("load", {}, {"y": _train.pack_tensors(state.values()), "about": about})
         return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+# The id of a forward pass, its outputs, and which of them have a graph.
+_Passed = tuple[str, Mapping[str, Any], list[str]]
 
 
 class _Step(NamedTuple):
