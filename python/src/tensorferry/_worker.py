@@ -132,7 +132,7 @@ class Worker:
                 call = self.call(block.model, message)
                 if not block.only:
                     self.runs[message["run"]] = call
-            elif block.model.concurrency > 1 and not call.max_rows:  # a sequence has one block at a time
+            elif block.model.concurrency > 1 and not getattr(call, "max_rows", 0):  # a sequence has one block at a time
                 call = copy.copy(call)
             block.call = call
             return block
