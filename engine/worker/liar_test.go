@@ -406,12 +406,13 @@ func TestAllBlocksOfACancelledCallAreCancelled(t *testing.T) {
 }
 
 func TestABlockIsAnsweredOnce(t *testing.T) {
-	for _, ids := range [][]uint64{{0, 0}, {1}} {
+	for _, ids := range [][]uint64{{0, 0}, {1}} { // of the answers to the first block
 		testkit.Start(t)
 		h, _ := liar(t, Config{}, aheadReady, func(g *linktest.Guest, r *link.Run) bool {
 			for _, more := range ids {
 				g.Send(&link.Answer{Head: link.Head{ID: r.ID + more}, Outputs: r.Inputs})
 			}
+			ids = nil
 			return true
 		})
 		for range 2 { // the first answer may be the call's
