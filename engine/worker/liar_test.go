@@ -92,6 +92,32 @@ func TestANarrowResultBesideOneInTheInputEndsTheWorker(t *testing.T) {
 	}
 }
 
+func TestAWorkerIsToldOfMemoryThatComesBackInOneMessageForMany(t *testing.T) {
+	testkit.Start(t)
+	came, flags := make(chan int, 1), make(chan uint8, 2)
+	h, _ := liar(t, Config{}, `{"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}],"rows":1,"block_rows":65536}`,
+		func(g *linktest.Guest, r *link.Run) bool {
+			came <- len(g.Given)
+			flags <- r.Flags
+			y := r.Inputs[0]
+			y.Range = g.Take(int(y.Range.Len))
+			g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: []link.Tensor{y}})
+			return true
+		})
+	call := func(rows int) int {
+		_, err := enginetest.Compute(t.Context(), h.Model(), vector(rows), nil, 1<<20, 0)
+		require.NoError(t, err)
+		require.Equal(t, uint8(link.Only), <-flags)
+		return <-came
+	}
+	for range returnedRanges {
+		require.Zero(t, call(1))
+	}
+	require.Equal(t, returnedRanges, call(1))
+	require.Equal(t, returnedRanges, call(64<<20/returnedShare/9))
+	require.Equal(t, returnedRanges+2, call(1), "the last one was large")
+}
+
 func TestAModelMayReturnItsInputBesideSomethingNarrow(t *testing.T) {
 	testkit.Start(t)
 	h, err := Start(python(t, "both"))
@@ -351,6 +377,7 @@ func TestASequenceHasOneBlockAtATime(t *testing.T) {
 	}
 	for range 6 {
 		a, b := <-runs, <-runs
+		require.Zero(t, a.Flags)
 		require.NotEqual(t, a.Run, b.Run)
 		require.Equal(t, a.Row, b.Row)
 		require.Empty(t, runs)
