@@ -33,6 +33,7 @@ from ._tensor import NAMES, Like, Source, Tensor
 _ASK_SECONDS = 30.0  # metadata requests, when the caller names no limit
 _SMALL_BYTES = 32 << 20  # of small tensors of a push that are in memory of the link at once
 _MEMORY_SECONDS = 30.0  # how long a call waits for room in the link's memory
+_NOWHERE = _wire.RANGE.pack(*_wire.NOWHERE)
 _has_warned = False  # of an input's gradient
 
 if TYPE_CHECKING:
@@ -408,7 +409,7 @@ class Client:
         if regions:
             run.regions = deque()
         limit = _MEMORY_SECONDS if timeout is None else timeout
-        parts = [self._packed(model), _params(params), len(inputs).to_bytes(2, "little")]
+        parts = [self._packed(model), _params(params) if params else b"\0\0", len(inputs).to_bytes(2, "little")]
         run.keep = sources = []
         for port, x in inputs.items():
             source = _tensor.of(x, port)
@@ -422,16 +423,15 @@ class Client:
                 parts.append(self._parts[key])
             except KeyError:
                 parts.append(self._remember(key, _wire.text(port) + _wire.tensor(source.dtype, source.shape) + b"\0\0"))
-            meta = metadata.get(port)
-            parts.append(_wire.texts(meta.items()) if meta else b"\0\0")
+            parts.append(_wire.texts(metadata[port].items()) if metadata and metadata.get(port) else b"\0\0")
             place = link.find(source.address, source.nbytes) if source.address else None
             if place is None and source.items is None and 0 < source.nbytes <= _wire.PIECE_BYTES:
                 staged = link.kept(source.nbytes) or (yield from link.taking(source.nbytes, limit))
                 place = _stage(run, source, staged)
             if place is not None and source.nbytes:
-                parts.append(b"\1" + _wire.RANGE.pack(*place))
+                parts += b"\1", _wire.RANGE.pack(*place)
             else:
-                parts.append(b"\0" + _wire.RANGE.pack(0, 0, 0))
+                parts += b"\0", _NOWHERE
                 if source.nbytes or source.items is not None:
                     run.feeds.append(Feed(run, [(len(sources) - 1, port, source)], self._ahead))
         parts.append(_sinks(run, out) if out else b"\0\0")
@@ -826,10 +826,9 @@ def _params_of(said: Iterable[Mapping[str, str]]) -> dict[str, Param]:
     return made
 
 
-def _params(params: Optional[Mapping[str, Any]]) -> bytes:
-    if params is not None:
-        _named("params", params)
-    return _wire.texts((k, str(v)) for k, v in params.items()) if params else b"\0\0"
+def _params(params: Mapping[str, Any]) -> bytes:
+    _named("params", params)
+    return _wire.texts((k, str(v)) for k, v in params.items())
 
 
 def _places(run: Run, out: Mapping[str, Out]) -> Iterable[tuple[str, Optional[_wire.Extent]]]:

@@ -76,36 +76,33 @@ class Memory:
             self.unpin()  # type: ignore[misc]
 
 
-# A range that nobody uses any more: memory, offset and length. Or, with memory 0, what
-# is to be sent: a kind and its id.
-_Dropped = tuple[int, int, int]
-
-
 class Range:
     """Bytes of a memory that this process owns. It is given back when it is collected."""
 
-    __slots__ = ("_drop", "length", "memory", "offset")
+    __slots__ = ("_drop", "length", "memory", "offset", "place")
 
-    def __init__(self, memory: Memory, offset: int, length: int, drop: Callable[[_Dropped], None]):
-        self.memory, self.offset, self.length = memory, offset, length
-        self._drop: Optional[Callable[[_Dropped], None]] = drop
+    def __init__(self, memory: Memory, place: _wire.Extent, drop: Callable[[_wire.Extent], None]):
+        self.memory, self.place = memory, place
+        _, self.offset, self.length = place
+        self._drop: Optional[Callable[[_wire.Extent], None]] = drop
 
     def __del__(self) -> None:
         # The collector runs this at any point of any thread: it must take no lock.
         drop = self._drop
         if drop is not None:
-            drop((self.memory.id, self.offset, self.length))
+            drop(self.place)
 
     @property
     def address(self) -> int:
         return self.memory.base + self.offset
 
-    def extent(self, length: Optional[int] = None) -> _wire.Extent:
-        return _wire.Extent(self.memory.id, self.offset, self.length if length is None else length)
+    def extent(self, length: int) -> _wire.Extent:
+        return _wire.Extent(self.memory.id, self.offset, length)
 
-    def disown(self) -> None:
-        """Forget the range: it was handed over."""
+    def disown(self) -> _wire.Extent:
+        """Forget the range, which is handed over, and return where it is."""
         self._drop = None
+        return self.place
 
     def export(self, length: int) -> ctypes.Array[ctypes.c_ubyte]:
         """Return a buffer over the range that keeps it as long as anybody uses the buffer.
@@ -247,8 +244,9 @@ class Link:
         self._sock = sock
         self._send = sock.send
         self._alive = alive
-        self._dropped: collections.deque[_Dropped] = collections.deque()
-        self._free: dict[int, list[Range]] = {}
+        # Ranges that nobody uses any more. Or, with memory 0, what is to be sent: a kind and its id.
+        self._dropped: collections.deque[_wire.Extent] = collections.deque()
+        self._free: dict[int, list[_wire.Extent]] = {}
         self._gives: list[_wire.Extent] = []
         self._give_bytes = 0
         self._giving = threading.Lock()
@@ -365,7 +363,8 @@ class Link:
                         self._pass_on()
             else:
                 self._park(target, seen, deadline)
-            self._do_due()
+            if self.due:
+                self._do_due()
             if deadline is not None and time.monotonic() >= deadline:
                 return
 
@@ -504,9 +503,9 @@ class Link:
                     continue
                 lent = self.lent.pop((place.memory, place.offset), None)
                 if lent is None:
-                    self.put(self._own(place))
+                    self.put(self._own(place).disown())
                 elif lent[0] is None:
-                    self.put(lent[1])
+                    self.put(lent[1].disown())
                 else:
                     lent[0](lent[1])
         elif kind == _wire.MEMORY:
@@ -619,7 +618,7 @@ class Link:
         return memory
 
     def _own(self, place: _wire.Extent) -> Range:
-        return Range(self.locate(place), place.offset, place.length, self._dropped.append)
+        return Range(self.locate(place), place, self._dropped.append)
 
     def find(self, address: int, length: int) -> Optional[_wire.Extent]:
         """Return where bytes lie that somebody uses, if it is memory of the link.
@@ -643,7 +642,7 @@ class Link:
             self.collect()
         free = self._free.get(_class(length))
         try:
-            return free.pop() if free else None
+            return self._own(free.pop()) if free else None
         except IndexError:
             return None
 
@@ -681,11 +680,10 @@ class Link:
         assert answer.given is not None
         return answer.given
 
-    def put(self, free: Range) -> None:
+    def put(self, free: _wire.Extent) -> None:
         """Keep a range for the next user, or give it back."""
         length = free.length
-        if self.dead is not None or self.memories.get(free.memory.id) is not free.memory:
-            free.disown()
+        if self.dead is not None or free.memory not in self.memories:
             return
         if _LEAST_KEPT <= length <= _MOST_KEPT and length & (length - 1) == 0:
             kept = self._free.setdefault(length, [])
@@ -694,11 +692,10 @@ class Link:
                 return
         self.give(free)
 
-    def give(self, back: Range, now: bool = False) -> None:
+    def give(self, back: _wire.Extent, now: bool = False) -> None:
         """Hand a range over, with others later or now."""
-        back.disown()
         with self._giving:
-            self._gives.append(back.extent())
+            self._gives.append(back)
             self._give_bytes += back.length
             if now or self._give_bytes >= _GIVE_BYTES or len(self._gives) >= _GIVE_RANGES:
                 self._flush()
@@ -712,22 +709,22 @@ class Link:
         dropped = self._dropped
         while dropped:
             try:
-                number, a, b = dropped.popleft()
+                place = dropped.popleft()
             except IndexError:
                 return
-            memory = self.memories.get(number)
-            if memory is not None:
-                self.put(Range(memory, a, b, dropped.append))
-            elif number == 0 and self.dead is None:
-                if a == _wire.CANCEL and b in self.pending:
-                    self.send(_wire.pack_cancel(b))
-                elif a == _wire.ASK:
-                    ask = {"verb": "disconnect", "connection": b}
+            number, kind, id = place
+            if number:
+                self.put(place)
+            elif self.dead is None:
+                if kind == _wire.CANCEL and id in self.pending:
+                    self.send(_wire.pack_cancel(id))
+                elif kind == _wire.ASK:
+                    ask = {"verb": "disconnect", "connection": id}
                     self.send(_wire.encode(_wire.ASK, next(self.ids), json=_wire.to_json(ask)))
 
     def later(self, kind: int, id: int) -> None:
         """Have a call cancelled, or a connection closed. A finalizer may call it."""
-        self._dropped.append((0, kind, id))
+        self._dropped.append(_wire.Extent(0, kind, id))
 
     def trim(self) -> None:
         """Give back what is kept for the next user."""

@@ -208,7 +208,7 @@ class Run(Target):
             _link.turn(self)
             return
         if piece is not None:
-            link.give(piece, now=True)  # the host waits for it
+            link.give(piece.disown(), now=True)  # the host waits for it
         elif got.pieces:
             return  # the pieces say it themselves
         self._arrived(got, offset, length)
@@ -236,7 +236,7 @@ class Run(Target):
     def _end(self) -> None:
         self.ended = True
         for staged in self.staged:
-            self.link.put(staged)
+            self.link.put(staged.disown())
         self.staged = []
         feeds, self.feeds = self.feeds, []  # they have the run: a cycle would keep the results until it is collected
         for feed in feeds:
@@ -262,13 +262,13 @@ class Run(Target):
                 break
             if self.error is None:
                 got.sink.write(offset, piece.view(piece.length))
-            link.give(piece, now=True)  # the host waits for it
+            link.give(piece.disown(), now=True)  # the host waits for it
             self._arrived(got, offset, piece.length)
         if self.progress is not None:
             self._show()
         if self.ended:
             return None
-        if deadline != 0.0 and any(feed._asking == threading.get_ident() for feed in self.feeds):
+        if self.feeds and deadline != 0.0 and any(feed._asking == threading.get_ident() for feed in self.feeds):
             raise RuntimeError(
                 "the items of a Stream wait for a result of their own call, and the thread that waits makes them: "
                 "use tensorferry.aio"
@@ -296,7 +296,7 @@ class Run(Target):
             raise
         if self.progress is not None:
             self._show()
-        if self.error is None:
+        if self.error is None and self.sinks:
             known = [got.name for got in self.results.values()]
             unknown = [name for name in self.sinks if name not in known]
             if unknown:
@@ -420,7 +420,7 @@ class Feed:
             items.stop()
         while self._spare:
             try:
-                self._link.put(self._spare.pop())
+                self._link.put(self._spare.pop().disown())
             except IndexError:
                 break
 
@@ -469,7 +469,7 @@ class Feed:
             self._link.send(_wire.pack_data(self._run.id, self._index, piece.memory.id, piece.offset, length))
             self.sent[self._at][1] += length
         else:
-            self._link.put(piece)
+            self._link.put(piece.disown())
             self.stop()
         return True
 

@@ -313,7 +313,8 @@ def _of_numpy(x: Any) -> Source:
     if known is None:
         known = _numpy_numbers[x.dtype] = _numpy_number(x.dtype)
     number, native = known
-    _having_numpy(x)
+    if x.base is not None:
+        _having_numpy(x)
     flags = x.flags
     if native and flags.c_contiguous:
         # ctypes.data takes a microsecond.

@@ -7,6 +7,7 @@ page raises WireError; who gets one ends the link.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from collections.abc import Iterable, Sequence
@@ -30,14 +31,14 @@ PIECES, WHOLE = 0, 1  # how an input or a result travels
 
 HEAD = struct.Struct("<BBHIQ")
 RANGE = struct.Struct("<IQQ")
-_DONE = struct.Struct("<H7Q")
+_DONE = struct.Struct("<H7QH")
 _REGION = struct.Struct("<IQQIQQ")
 _DATA = struct.Struct("<BBHIQIIQQ")
 _TAKE = struct.Struct("<BBHIQQI")
 _CALL = struct.Struct("<BBHIQII")
 _ANSWER = struct.Struct("<BBHIQHQH")
 _U16 = struct.Struct("<H")
-_U32 = struct.Struct("<I")
+_NAMED = struct.Struct("<IH")
 _NUMBERS = {name: struct.Struct("<" + code) for name, code in (("u8", "B"), ("u16", "H"), ("u32", "I"), ("u64", "Q"))}
 
 
@@ -190,15 +191,14 @@ def unpack_done(packet: Buffer, size: int) -> tuple[int, tuple[int, ...], list[A
     """Return code, timings, results and json of a done."""
     if size < 76:
         raise WireError("a done ends too early")
-    code, *timings = _DONE.unpack_from(packet, 16)
-    (count,) = _U16.unpack_from(packet, 74)
+    said = _DONE.unpack_from(packet, 16)
     at, results = 76, []
-    for _ in range(count):
+    for _ in range(said[8]):
         result, at = _announced(packet, at)
         results.append(result)
     if at > size:
         raise WireError("a done ends too early")
-    return code, tuple(timings), results, bytes(packet[at:size])
+    return said[0], said[1:8], results, bytes(packet[at:size])
 
 
 def unpack_result(packet: Buffer, size: int) -> Announced:
@@ -209,20 +209,21 @@ def unpack_result(packet: Buffer, size: int) -> Announced:
     return result
 
 
+@functools.cache
+def _placed(rank: int) -> struct.Struct:
+    return struct.Struct(f"<BB{rank}QBIQQ")  # tensor, how and range
+
+
 def _announced(packet: Buffer, start: int) -> tuple[Announced, int]:
     try:
-        (number,) = _U32.unpack_from(packet, start)
-        (n,) = _U16.unpack_from(packet, start + 4)
-        at = start + 8 + n
-        name = str(packet[start + 6 : start + 6 + n], "utf-8")
-        dtype, rank = packet[at - 2], packet[at - 1]
-        shape = struct.unpack_from(f"<{rank}Q", packet, at)
-        at += 8 * rank
-        how = packet[at]
-        place = Extent._make(RANGE.unpack_from(packet, at + 1))
+        number, n = _NAMED.unpack_from(packet, start)
+        at = start + 6 + n
+        name = str(packet[start + 6 : at], "utf-8")
+        rest = _placed(packet[at + 1])
+        dtype, _, *shape, how, memory, offset, length = rest.unpack_from(packet, at)
     except (struct.error, IndexError, UnicodeDecodeError) as err:
         raise WireError(f"a result: {err}") from None
-    return (number, name, dtype, shape, how, place), at + 1 + RANGE.size
+    return (number, name, dtype, tuple(shape), how, Extent(memory, offset, length)), at + rest.size
 
 
 def unpack_region(packet: Buffer, size: int) -> tuple[int, int, int, Extent]:
