@@ -16,7 +16,6 @@ import (
 	"io"
 	"math"
 	"net"
-	"os"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -27,12 +26,9 @@ import (
 
 // Conn is a link to one guest.
 type Conn struct {
-	socket *net.UnixConn // for shutting down
+	socket *net.UnixConn
+	raw    syscall.RawConn // the same
 	cfg    Config
-	// file is the same socket, blocking: an answer is here sooner than through the poller,
-	// which takes three system calls for a message. open makes it.
-	file   *os.File
-	open   func() error
 	shut   func() // Close, once
 	packet []byte // of Recv
 	ctx    context.Context
@@ -104,12 +100,7 @@ func New(socket *net.UnixConn, cfg Config) *Conn {
 		socket: socket, cfg: cfg, packet: make([]byte, PacketBytes+1), known: make(map[uint32]struct{}),
 		wake: make(chan struct{}, 1), owned: make(map[Range]*Block),
 	}
-	c.open = sync.OnceValue(func() (err error) {
-		if c.file, err = socket.File(); err == nil {
-			c.file.Fd() // makes it blocking
-		}
-		return err
-	})
+	c.raw, _ = socket.SyscallConn() // it fails without a socket
 	c.shut = sync.OnceFunc(c.end)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	cfg.Heap.attach(c)
@@ -131,9 +122,6 @@ func (c *Conn) end() {
 	c.cancel()
 	c.Shutdown()
 	_ = c.socket.Close()
-	if c.open() == nil {
-		_ = c.file.Close() // a second time it fails
-	}
 	c.ending.Wait()
 	for _, b := range owned {
 		b.Release()
@@ -150,12 +138,9 @@ func (c *Conn) Shutdown() {
 // guest. After any error the link is of no use: close it.
 func (c *Conn) Recv() (Message, error) {
 	for {
-		if c.open() != nil {
-			return nil, io.EOF // it is closed
-		}
-		n, err := c.file.Read(c.packet)
+		n, err := receive(c.raw, c.packet)
 		switch {
-		case errors.Is(err, io.EOF), errors.Is(err, os.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
+		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
 			return nil, io.EOF
 		case err != nil:
 			return nil, fmt.Errorf("link: %w", err)
@@ -209,9 +194,6 @@ var errFull = errors.New("link: the socket is full")
 
 // send sends m, and a Forget only to a guest that knows the memory; sending is held.
 func (c *Conn) send(m Message, wait bool) error {
-	if err := c.open(); err != nil {
-		return fmt.Errorf("link: %w", err)
-	}
 	if f, ok := m.(*Forget); ok {
 		if _, known := c.known[uint32(f.ID)]; !known {
 			return nil
@@ -235,12 +217,12 @@ func (c *Conn) send(m Message, wait bool) error {
 		if err != nil {
 			return err
 		}
-		if err = sendPacket(c.file, about, fd, wait); err != nil {
+		if err = sendPacket(c.raw, about, fd, wait); err != nil {
 			return fmt.Errorf("link: %w", err)
 		}
 		c.known[number] = struct{}{}
 	}
-	if err := sendPacket(c.file, packet, noFD, wait); err != nil {
+	if err := sendPacket(c.raw, packet, noFD, wait); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
 	return nil

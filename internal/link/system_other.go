@@ -6,6 +6,7 @@ import (
 	"errors"
 	"net"
 	"os"
+	"syscall"
 )
 
 // errSystem: memfds and their seals are Linux's.
@@ -23,7 +24,12 @@ func FromFD(int) (*net.UnixConn, error) { return nil, errSystem }
 
 const noFD = -1
 
-func sendPacket(*os.File, []byte, int, bool) error { return errSystem }
+func sendPacket(syscall.RawConn, []byte, int, bool) error { return errSystem }
+
+func receive(syscall.RawConn, []byte) (int, error) { return 0, errSystem }
+
+// Brief returns conn.
+func Brief(conn net.Conn) net.Conn { return conn }
 
 // Watch fails: there are no links here.
 func Watch(int, func()) (stop func(), err error) { return nil, errSystem }
