@@ -35,7 +35,7 @@ func (r *relay) call(m *link.Call) (run func(), err error) {
 				return nil, err
 			}
 		} else {
-			o.inputs[i] = newPieces(r.conn, c.Desc)
+			o.inputs[i] = o.newPieces(c.Desc)
 			c.Next = o.inputs[i].next
 		}
 		q.Inputs = append(q.Inputs, c)
@@ -139,6 +139,7 @@ func (o *op) makeRoom(name string, d tensor.Desc) (s client.Sink, whole bool, er
 	if err != nil {
 		return client.Sink{}, false, err
 	}
+	o.moves(n)
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	r := o.result(name)
@@ -287,9 +288,10 @@ type piece struct {
 	n     uint64
 }
 
-func newPieces(conn *link.Conn, d tensor.Desc) *pieces {
+func (o *op) newPieces(d tensor.Desc) *pieces {
 	n, _ := d.Bytes() // the client checks it
-	return &pieces{conn: conn, size: n, news: make(chan struct{}, 1)}
+	o.moves(n)
+	return &pieces{conn: o.conn, size: n, news: make(chan struct{}, 1)}
 }
 
 // data passes the next piece of an input on. An error ends the link.

@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"runtime"
 	"sync"
 	"time"
 
@@ -26,8 +27,12 @@ import (
 type Config struct {
 	// Client configures the clients of connections; a connection may say how many Lanes.
 	Client client.Config
+	Dial   func(target string, cfg client.Config) (*client.Client, error)
 	// Verbs are what a guest may ask a server, by name.
 	Verbs map[string]Verb
+	// Processors, unless 0, are those that the runtime uses for all but a few small calls, which
+	// one does sooner: another is woken for each goroutine that can run, finds it gone, and sleeps again.
+	Processors int
 	// Explain says what a guest is told of an error.
 	Explain func(err error) Failure
 }
@@ -87,6 +92,8 @@ type relay struct {
 	last    uint32     // the newest of callers
 	callers map[uint32]caller
 	ops     map[uint64]*op
+	large   int       // how many of ops are for all processors
+	calm    time.Time // when the last of these ended
 }
 
 // op is something the guest has begun, and that ends with one done.
@@ -100,6 +107,7 @@ type op struct {
 	rest   []link.Announced // results that go with done
 
 	timings client.Timings // of a call that has ended
+	large   bool           // guarded by the relay's mu
 
 	mu      sync.Mutex
 	results []*result // guarded by mu, as they were announced
@@ -158,7 +166,24 @@ func (r *relay) begin(id uint64) (*op, error) {
 	o := &op{relay: r, id: id}
 	o.ctx, o.cancel = context.WithCancelCause(r.ctx)
 	r.ops[id] = o
+	if r.cfg.Processors > 0 && r.large == 0 && time.Since(r.calm) > time.Second {
+		runtime.GOMAXPROCS(1)
+	}
 	return o, nil
+}
+
+// moves notes that the op moves n bytes: if they are many, or it is one of many, all processors work until a second
+// after its end.
+func (o *op) moves(n int64) {
+	o.relay.mu.Lock()
+	defer o.relay.mu.Unlock()
+	if o.large || n <= 256<<10 && len(o.ops) <= 4 {
+		return
+	}
+	o.large = true
+	if o.relay.large++; o.relay.large == 1 {
+		runtime.GOMAXPROCS(o.cfg.Processors) // 0 changes nothing
+	}
 }
 
 // share shares a range of the guest's until the op ends.
@@ -166,6 +191,7 @@ func (o *op) share(at link.Range) ([]byte, error) {
 	if at.Len == 0 {
 		return []byte{}, nil
 	}
+	o.moves(int64(at.Len))
 	data, b, err := o.conn.Shared(at)
 	if err == nil {
 		o.shared = append(o.shared, b)
@@ -195,6 +221,10 @@ func (o *op) run(millis uint32, work func() (answer []byte, err error)) func() {
 		}
 		o.relay.mu.Lock()
 		delete(o.ops, o.id) // what the guest still sends goes back to it
+		if o.large {
+			o.relay.large--
+			o.relay.calm = time.Now()
+		}
 		o.relay.mu.Unlock()
 		for _, p := range o.inputs {
 			p.drop()
@@ -314,7 +344,7 @@ func (o *op) answer(q *request) ([]byte, error) {
 				return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 			}
 		}
-		c, err := client.Dial(q.Target, cfg)
+		c, err := o.cfg.Dial(q.Target, cfg)
 		if err != nil {
 			return nil, fmt.Errorf("%w: %w", client.ErrInput, err)
 		}

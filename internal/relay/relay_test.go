@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"runtime"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -30,6 +31,8 @@ const (
 	mib     = 1 << 20
 	uint8T  = 6
 	patient = 10_000 // milliseconds
+	// processors are two: there may be one here.
+	processors = 2
 )
 
 // fixture is a server, a relay and its guest, with connection 1.
@@ -54,12 +57,14 @@ func start(t testing.TB, quota int64) *fixture {
 	served := make(chan error, 1)
 	go func() { served <- s.Serve(l) }() // ends with Close
 
+	before := runtime.GOMAXPROCS(0)
+	t.Cleanup(func() { runtime.GOMAXPROCS(before) })
 	socket, g := linktest.Pair(t)
 	heap := link.NewHeap(2*quota + relay.PiecesBytes)
 	f := &fixture{Guest: g, addr: l.Addr().String(), quota: slab.NewBudget("link memory", quota), ended: make(chan error, 1)}
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: f.quota})
 	go func() { // ends with the guest
-		f.ended <- relay.Serve(conn, relay.Config{Explain: explain, Verbs: map[string]relay.Verb{
+		f.ended <- relay.Serve(conn, relay.Config{Dial: client.Dial, Processors: processors, Explain: explain, Verbs: map[string]relay.Verb{
 			"many": func(_ context.Context, _ *client.Client, args []string, w io.Writer) error {
 				return json.NewEncoder(w).Encode(bytes.Repeat([]byte(args[0]), 20))
 			},
@@ -153,6 +158,16 @@ func TestACallTakesItsInputFromAndPutsItsResultIntoTheLink(t *testing.T) {
 		require.Zero(t, done.Code, string(done.JSON))
 		require.Positive(t, done.Timings[6])
 		require.True(t, bytes.Equal(data, results["y"]), n)
+	}
+}
+
+func TestOneProcessorDoesAFewSmallCallsAndAllDoLargeOnes(t *testing.T) {
+	f := start(t, 64*mib)
+	for _, tc := range []struct{ n, processors int }{{30_000, 1}, {256 << 10, 1}, {256<<10 + 1, processors}} {
+		f.Send(f.one("echo", int64(tc.n), link.Input{How: link.Whole, Range: f.Put(make([]byte, tc.n))}))
+		_, done := f.collect()
+		require.Zero(t, done.Code, string(done.JSON))
+		require.Equal(t, tc.processors, runtime.GOMAXPROCS(0), tc.n)
 	}
 }
 

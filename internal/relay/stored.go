@@ -48,7 +48,7 @@ func (r *relay) push(m *link.Ask, q *request) (run func(), err error) {
 		}
 		in := client.Input{Name: t.Name, Desc: tensor.Desc{DType: d, Shape: t.Shape}, Metadata: t.Metadata}
 		if t.Range == nil {
-			o.inputs[i] = newPieces(r.conn, in.Desc)
+			o.inputs[i] = o.newPieces(in.Desc)
 		} else if in.Data, err = o.share(t.Range.at()); err != nil {
 			return nil, err
 		}

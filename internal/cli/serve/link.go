@@ -7,11 +7,15 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"net"
+	"runtime"
 	"strings"
 	"syscall"
 	"time"
 
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	"github.com/tensorferry/tensorferry/client"
@@ -64,12 +68,29 @@ func Link(fd int, cfg client.Config) error {
 	conn := link.New(socket, link.Config{Heap: heap, Pool: slab.NewPool(quota, heap), Quota: slab.NewBudget("link memory", quota)})
 	defer conn.Close()
 	return relay.Serve(conn, relay.Config{
-		Client: cfg, Explain: explain,
+		Client: cfg, Explain: explain, Processors: runtime.GOMAXPROCS(0),
+		Dial: func(target string, cfg client.Config) (*client.Client, error) {
+			cfg.Credentials = brief{cmp.Or(cfg.Credentials, insecure.NewCredentials())}
+			return client.Dial(target, cfg)
+		},
 		Verbs: map[string]relay.Verb{
 			"info": linked("", looking.Info), "models": linked("models", looking.Models), "list": linked("", linkedList), "delete": linked("names", linkedDelete),
 		},
 	})
 }
+
+// brief are credentials that make connections link.Brief ones.
+type brief struct {
+	credentials.TransportCredentials
+}
+
+// ClientHandshake secures a connection.
+func (b brief) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return b.TransportCredentials.ClientHandshake(ctx, authority, link.Brief(raw))
+}
+
+// Clone returns a copy.
+func (b brief) Clone() credentials.TransportCredentials { return brief{b.TransportCredentials.Clone()} }
 
 // linked makes a verb of a command, whose JSON it puts under a name, if it has one.
 func linked(name string, command func(context.Context, *client.Client, []string, display.Printer) error) relay.Verb {
