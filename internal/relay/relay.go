@@ -14,6 +14,7 @@ import (
 	"io"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/tensorferry/tensorferry/client"
@@ -58,7 +59,7 @@ func Serve(conn *link.Conn, cfg Config) error {
 	r := &relay{
 		cfg: cfg, conn: conn, ctx: ctx, cancel: cancel, ended: make(chan error, 1),
 		pieces:  slab.NewBudget("memory for pieces of results", PiecesBytes),
-		callers: make(map[uint32]caller), ops: make(map[uint64]*op),
+		callers: make(map[uint32]caller), ops: make(map[uint64]*op), turn: make(chan struct{}),
 	}
 	r.running.Go(r.receive)
 	err := <-r.ended
@@ -86,7 +87,9 @@ type relay struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	running sync.WaitGroup
-	ended   chan error // capacity 1: why nothing more is received
+	turn    chan struct{} // to receive, for one that has run something
+	resting atomic.Bool   // there is one
+	ended   chan error    // capacity 1: why nothing more is received
 
 	mu      sync.Mutex // guards all below
 	last    uint32     // the newest of callers
@@ -115,7 +118,8 @@ type op struct {
 
 // receive takes the guest's messages until the link ends. It never waits for anything
 // else: the guest may be waiting for room in the socket. What a message begins runs on
-// this goroutine, which a small call notices; another one goes on to receive.
+// this goroutine, which a small call notices; another one goes on to receive, one that has
+// run something before if it can: a new one's stack would have to grow.
 func (r *relay) receive() {
 	for {
 		m, err := r.conn.Recv()
@@ -142,9 +146,21 @@ func (r *relay) receive() {
 			r.ended <- err
 			return
 		}
-		if run != nil {
+		if run == nil {
+			continue
+		}
+		select {
+		case r.turn <- struct{}{}:
+		default:
 			r.running.Go(r.receive)
-			run()
+		}
+		if run(); r.resting.Swap(true) {
+			return
+		}
+		select {
+		case <-r.turn:
+			r.resting.Store(false)
+		case <-r.ctx.Done():
 			return
 		}
 	}
@@ -246,10 +262,7 @@ func (o *op) done(answer []byte, err error) {
 	}
 	if err != nil {
 		f := o.cfg.Explain(err)
-		text, bad := json.Marshal(f)
-		if bad != nil {
-			panic(bad) // texts and a number marshal
-		}
+		text, _ := json.Marshal(f) // texts and a number marshal
 		m.Code = f.Code
 		m.Flags, m.JSON, _ = o.conn.Fit(text, o.room) // the code says the most
 	}
