@@ -210,6 +210,8 @@ func (o *op) writer(name string) client.Sink {
 
 // openWriter announces a result that comes in pieces.
 func (o *op) openWriter(name string, d tensor.Desc) (*writer, error) {
+	n, _ := d.Bytes() // the client checks it
+	o.moves(n)
 	o.mu.Lock()
 	r := o.result(name)
 	if r.writer == nil { // else an attempt before this one has opened it, and written nothing
