@@ -29,6 +29,15 @@ type Gauge struct {
 	Value   float64
 }
 
+// Immediate is a Model whose small calls take less than it would to have another goroutine compute them.
+type Immediate interface {
+	// AtOnce computes c in place: data are the bytes of its only input, and become those of the only
+	// output, which is as its input. It reports false, and has done nothing, if c has to go
+	// through Open: its device is busy, c is too large, or wrong. It waits for nothing, and calls
+	// no code of users. data is borrowed.
+	AtOnce(c Call, data []byte) bool
+}
+
 // Sequencer is a Model that keeps something between the calls of a sequence, such as the keys and
 // values of attention. Of other models the calls of a sequence are independent of each other.
 type Sequencer interface {

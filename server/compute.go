@@ -10,6 +10,7 @@ import (
 	pb "github.com/tensorferry/tensorferry/api/tensorferry/v1"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/reason"
@@ -74,7 +75,7 @@ func (s *Server) take(a *slab.Account, n int64) error {
 		return nil
 	}
 	limit := s.cfg.Budget.Limit()
-	why := serving.TryLater(reason.Memory, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
+	why := failures.TryLater(reason.Memory, "memory: %d bytes more for the message of a small call, or for what a service keeps; all of these together have half of memory_bytes, which is %d", n, limit)
 	if n+spare > limit/2 { // and never will be
 		why.RetryMillis = 0
 		return why

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/tap"
 
 	"github.com/tensorferry/tensorferry/internal/conns"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/wire"
@@ -204,7 +205,7 @@ func (e *endpoint) streamCame(srv any, ss grpc.ServerStream, info *grpc.StreamSe
 		if _, ours := srv.(*Server); info.IsClientStream && !ours { // its handler has no timeout
 			idle := time.AfterFunc(e.Idle, func() { r.end(errSilent(e.Idle)) })
 			defer idle.Stop()
-			defer context.AfterFunc(e.server.core.Context(), func() { r.end(serving.ErrShutdown) })()
+			defer context.AfterFunc(e.server.core.Context(), func() { r.end(failures.ErrShutdown) })()
 			booked.arrived = func() { idle.Reset(e.Idle) }
 		}
 		return handler(srv, booked)

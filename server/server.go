@@ -175,6 +175,7 @@ func New(cfg Config) (*Server, error) {
 	s.core = serving.New(serving.Config{
 		Models: cfg.Models, Pool: cfg.Pool, Budget: cfg.Budget, Log: cfg.Log, PrincipalOf: Principal, Session: cfg.Session, MemoryWait: cfg.MemoryWait,
 		May:    func(ctx context.Context, verb, name string) error { return s.may(ctx, Verb(verb), name, 0) },
+		Asks:   cfg.Authorize != nil,
 		Open:   [...]int{admission.Sessions: cfg.Sessions, admission.Transfers: cfg.Transfers, admission.Calls: cfg.QueuedCalls, admission.Sequences: cfg.QueuedCalls},
 		Health: s.health.model, Status: statusParts, Own: ownStatus, StoredBytes: cfg.StoredBytes,
 		Tasks: func(on *serving.Session, m *stream.Machine, now stream.Instant, part *frame.Call) serving.Task {

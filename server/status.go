@@ -18,6 +18,7 @@ import (
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/identity"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -34,12 +35,12 @@ var (
 	// errRenamed ends the RPC of a sender who has another name now.
 	errRenamed = errors.New("your credentials are those of another principal now; send the RPC again")
 	// errReceived ends an RPC, or refuses one, for want of memory for its messages.
-	errReceived = serving.TryLater(reason.Memory, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
+	errReceived = failures.TryLater(reason.Memory, "memory: none for what clients have sent; read results, have fewer RPCs open, and try again later")
 )
 
 // full tells the client of a connection beyond the limit so.
 func full(most int) func(net.Conn) {
-	st := status.Convert(statusOf(serving.TryLater(reason.Connections, "overload: all %d connections that the server takes are open; try again later", most)))
+	st := status.Convert(statusOf(failures.TryLater(reason.Connections, "overload: all %d connections that the server takes are open; try again later", most)))
 	return func(conn net.Conn) { identity.Refuse(conn, nil, st.Proto()) }
 }
 
@@ -150,8 +151,8 @@ func statusOf(err error) error {
 	case errors.As(err, &broken):
 		refused = &terms.RefusedError{Code: broken.Code, Reason: broken.Reason, Text: broken.Text}
 	case errors.As(err, &refused):
-	case errors.Is(err, serving.ErrShutdown):
-		refused = serving.TryLater(reason.ShuttingDown, "server is shutting down")
+	case errors.Is(err, failures.ErrShutdown):
+		refused = failures.TryLater(reason.ShuttingDown, "server is shutting down")
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return status.FromContextError(err).Err()
 	default:

@@ -108,3 +108,9 @@ func RetainedByDesc(p *frame.Desc, geo tensor.Geometry) int {
 	}
 	return n
 }
+
+// TableBytes returns how many bytes of a tensor's chunk table are charged to the budget: those
+// beyond what a session retains anyway.
+func TableBytes(chunks uint32) int64 {
+	return max(0, int64(chunks)-frame.AllowanceChunks) * assembler.ChunkOverhead
+}

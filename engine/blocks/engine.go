@@ -37,6 +37,9 @@ type Device interface {
 type Helper interface {
 	// Help computes w if the device would begin that next, and reports whether it did.
 	Help(w *Work) bool
+	// Compute computes a block of a quick model on this goroutine, unless that would keep
+	// others waiting, and reports whether it did.
+	Compute(program any, b RowBlock) bool
 }
 
 // Canceler is a Device that keeps blocks waiting. One that may keep them for seconds is

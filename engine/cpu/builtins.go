@@ -22,6 +22,7 @@ func Builtins(h *Host) []engine.Model {
 			return builtin.Outs(builtin.Sink, engine.Call{}), nil
 		}},
 	} {
+		f.quick = f.InPlace
 		made, err := f.Model(h)
 		if err != nil {
 			panic("cpu: built-in model: " + err.Error()) // only a mistake in the table above

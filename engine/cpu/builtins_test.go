@@ -262,3 +262,72 @@ func TestSlowSleepsPerBlockAndStopsWithItsContext(t *testing.T) {
 		}
 	})
 }
+
+func TestWhatIsComputedAtOnceIsWhatARunComputes(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	defer h.Close()
+	for _, name := range []string{"echo", "relu", "affine"} {
+		m := find(h, name)
+		for _, d := range []tensor.DataType{tensor.Float16, tensor.BFloat16, tensor.Float32, tensor.Float64} {
+			for _, bytes := range []int64{8, 1000, helped} {
+				x := tensor.Tensor{Desc: tensor.Desc{DType: d, Shape: tensor.Shape{bytes / int64(d.Bits()/8)}}, Data: make([]byte, bytes)}
+				for i := range x.Data {
+					x.Data[i] = byte(i * i % 251)
+				}
+				c := engine.Call{Inputs: []engine.Input{{Port: "x", Desc: x.Desc, ChunkBytes: bytes}}}
+				if name == "affine" {
+					c.Params = map[string]string{"a": "-1.5", "b": "0.3"}
+				}
+				want, err := engine.Compute(t.Context(), m, c.Params, x)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if !m.(engine.Immediate).AtOnce(c, x.Data) {
+					t.Fatalf("%s of %v, %d bytes, is not computed at once", name, d, bytes)
+				}
+				if err := enginetest.Equal([]tensor.Tensor{x}, want); err != nil {
+					t.Errorf("%s of %v, %d bytes: %v", name, d, bytes, err)
+				}
+			}
+		}
+	}
+}
+
+func TestNothingIsComputedAtOnceThatIsWrongOrLargeOrWouldHaveToWait(t *testing.T) {
+	h := NewHost(HostConfig{Workers: 1})
+	call := func(d tensor.DataType, n int64, params map[string]string) engine.Call {
+		return engine.Call{Params: params, Inputs: []engine.Input{{Port: "x", Desc: tensor.Desc{DType: d, Shape: tensor.Shape{n}}, ChunkBytes: n}}}
+	}
+	for name, c := range map[string]struct {
+		model string
+		call  engine.Call
+		bytes int
+	}{
+		"it takes its input whole": {"sink", call(tensor.Uint8, 8, nil), 8},
+		"it may sleep":             {"slow", call(tensor.Uint8, 8, nil), 8},
+		"too large":                {"echo", call(tensor.Uint8, wide, nil), wide},
+		"empty":                    {"echo", call(tensor.Uint8, 0, nil), 0},
+		"another data type":        {"relu", call(tensor.Bool, 8, nil), 8},
+		"a param that it has not":  {"relu", call(tensor.Float32, 2, map[string]string{"a": "1"}), 8},
+		"a param out of range":     {"affine", call(tensor.Float32, 2, map[string]string{"a": "x"}), 8},
+	} {
+		if find(h, c.model).(engine.Immediate).AtOnce(c.call, make([]byte, c.bytes)) {
+			t.Errorf("%s: it was computed", name)
+		}
+	}
+	m, c, data := find(h, "relu").(engine.Immediate), call(tensor.Float32, 2, nil), make([]byte, 8)
+	busy := func(n int) {
+		h.workers.mu.Lock()
+		h.workers.begun += n
+		h.workers.mu.Unlock()
+	}
+	if busy(1); m.AtOnce(c, data) {
+		t.Error("the only worker computes")
+	}
+	if busy(-1); !m.AtOnce(c, data) {
+		t.Error("nobody computes")
+	}
+	if h.Close(); m.AtOnce(c, data) {
+		t.Error("the host is closed")
+	}
+}

@@ -55,6 +55,7 @@ type RowFunc struct {
 	// InPlace says that Out[0] is the memory of the only split input, with rows of
 	// the same size, and halves the memory of a run.
 	InPlace bool
+	quick   bool // as blocks.Model.Quick
 	// Setup, if set, runs once in Model. Teardown, if set, runs once, when the
 	// model is closed: by a Registry after its last use.
 	Setup    func() error
@@ -70,7 +71,7 @@ func (f RowFunc) Model(h *Host) (engine.Model, error) {
 	if f.Outs == nil && len(f.Info.Outputs) > len(f.Info.Inputs) {
 		return nil, fmt.Errorf("%w: model %q: more outputs than inputs need Outs", engine.ErrInfo, f.Info.Name)
 	}
-	return h.engine.Model(blocks.Model{Info: f.Info, Bind: f.bind, Begin: f.Begin, Setup: f.Setup, Teardown: f.Teardown})
+	return h.engine.Model(blocks.Model{Info: f.Info, Bind: f.bind, Begin: f.Begin, Setup: f.Setup, Teardown: f.Teardown, Quick: f.quick})
 }
 
 func (f RowFunc) bind(c engine.Call) (b blocks.Bound, err error) {

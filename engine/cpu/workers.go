@@ -193,6 +193,25 @@ func (p *workers) Help(w *blocks.Work) bool {
 	return true
 }
 
+// Compute implements blocks.Helper.
+func (p *workers) Compute(program any, b blocks.RowBlock) bool {
+	p.mu.Lock()
+	free := !p.closed && len(p.waiting) == 0 && p.begun < p.n
+	if free {
+		p.begun++
+	}
+	p.mu.Unlock()
+	if !free {
+		return false
+	}
+	err := program.(RowsFunc)(context.Background(), b)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.begun--
+	p.wake()
+	return err == nil
+}
+
 // next returns the caller whose turn it is, nil where there is no room or nobody waits. One that has an
 // overlong block, or a long one and as many in all as there are workers, keeps its place; mu is held.
 func (p *workers) next() *caller {

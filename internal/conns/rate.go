@@ -52,6 +52,9 @@ func (r *Frames) Send(f *frame.Frame, held interface{ Release() }) error {
 	return r.frames.Send(f, held)
 }
 
+// Clear reports whether Send would not wait for memory, or for the peer, with a payload of n bytes.
+func (r *Frames) Clear(n int) bool { return r.frames.Clear(n) && r.one.Inbound.MayQueue(int64(n)) }
+
 // Opened counts a tensor that the peer has opened.
 func (r *Frames) Opened() { r.opened.Add(1) }
 

@@ -84,11 +84,11 @@ var layers = map[string][]string{
 	"client":                 {"api/tensorferry/v1", "client/retry", "codec", "frame", "internal/calling", "internal/glob", "internal/lane", "internal/lanes", "internal/session", "internal/wire", "reason", "slab", "stream", "tensor"},
 	"internal/link/linktest": {"internal/link"},
 	"internal/relay":         {"client", "client/retry", "identity", "internal/link", "slab", "tensor"},
-	"internal/failures":      {"engine", "frame", "internal/admission", "tensor"},
-	"internal/serving":       {"assembler", "codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "reason", "slab", "stream", "tensor", "terms"},
+	"internal/failures":      {"engine", "frame", "internal/admission", "reason", "slab", "tensor", "terms"},
+	"internal/serving":       {"codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "reason", "slab", "stream", "tensor", "terms"},
 
 	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
-	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/fault", "internal/glob", "internal/serving", "internal/session", "reason", "slab", "store", "stream", "tensor", "terms"},
+	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/failures", "internal/fault", "internal/glob", "internal/serving", "internal/session", "reason", "slab", "store", "stream", "tensor", "terms"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "reason", "slab", "store", "stream", "tensor", "terms"},
 

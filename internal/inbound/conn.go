@@ -880,7 +880,7 @@ func (c *Conn) room(n int64) bool {
 // Await waits until n bytes more may be queued for the peer, without end if it does not read,
 // or done is closed. The other part of the memory is left to what peers send.
 func (c *Conn) Await(n int64, done <-chan struct{}) {
-	for !c.mayQueue(n) {
+	for !c.MayQueue(n) {
 		select {
 		case <-done:
 			return
@@ -889,8 +889,8 @@ func (c *Conn) Await(n int64, done <-chan struct{}) {
 	}
 }
 
-// mayQueue reports whether n bytes more may be queued. If not, it is for peers that do not read.
-func (c *Conn) mayQueue(n int64) bool {
+// MayQueue reports whether n bytes more may be queued. If not, it is for peers that do not read.
+func (c *Conn) MayQueue(n int64) bool {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if c.queued+n <= Free || c.m.queued+n <= (c.m.limit-c.m.larger)/beginOf && c.m.used+c.m.queued+n <= c.m.limit {

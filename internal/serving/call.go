@@ -10,14 +10,15 @@ import (
 	"sync"
 	"time"
 
-	"github.com/tensorferry/tensorferry/assembler"
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/failures"
+	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 var (
@@ -34,12 +35,16 @@ type call struct {
 	session *Session
 	id      tensor.ID
 	cancel  context.CancelCauseFunc
-	closed  chan struct{} // closed by the session's last event of the call
+	alarm   *time.Timer // limits its time, unless nil
+	run     *opened     // nil before its model has begun
 	feeding sync.WaitGroup
 
 	// Guarded by the session's lock.
+	closed   bool // by the session's last event of the call
+	idle     bool // no goroutine works for it any more
 	inputs   []*input
 	model    string        // set once the call is ready, as is the next
+	part     *frame.Call   // from then until it begins
 	sequence *sequence     // that it is a step of, or nil
 	memory   *slab.Account // for the chunk tables of the inputs; nil before it starts
 	spare    []*arrival
@@ -82,41 +87,63 @@ type output struct {
 	open    bool
 }
 
-// start starts the call's goroutines; the session is locked. They end with the call, which
-// the end of the session or of the call's context brings about.
+// start starts the call, whose goroutines end with it; the session is locked.
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(c.session.Values)
 	c.cancel, c.memory = cancel, c.session.core.Budget.Account(c.session.Holder)
 	params, timeout, of := part.Params, Millis(part.TimeoutMillis), part.Sequence
 	c.session.core.work.Add(1)
-	c.session.Go(func() {
-		defer c.session.core.work.Done()
-		defer c.session.core.Ended(admission.Calls)
-		defer cancel(nil)
-		if timeout > 0 {
-			// Finish, too: the results may be complete, with only nobody taking them.
-			alarm := time.AfterFunc(timeout, func() {
-				cancel(context.DeadlineExceeded)
-				c.finish(frame.Done{}, context.DeadlineExceeded)
-			})
-			defer alarm.Stop()
+	c.session.Go(func(t *session.Turn) {
+		if !c.atOnce(t, params) {
+			t.Pass()
+			c.work(ctx, timeout, params, of)
 		}
-		defer c.release()
-		defer c.sequence.unuse()
-		var err error
-		switch {
-		case of != nil && of.MaxRows > 0:
-			err = c.begin(ctx, *of, params)
-		case of != nil && of.End:
-			c.end(of.ID)
-		default:
-			err = c.serve(ctx, params)
-		}
-		if err != nil {
-			c.finish(frame.Done{Refused: true}, c.sequence.failed(err, false))
-			<-c.closed
+		closed := false
+		c.session.Do(func(*stream.Machine, stream.Instant) { closed, c.idle = c.closed, true })
+		if closed {
+			c.leave()
 		}
 	})
+}
+
+// work does what the call asks for. A timeout of 0 is none.
+func (c *call) work(ctx context.Context, timeout time.Duration, params map[string]string, of *frame.Sequence) {
+	if timeout > 0 {
+		// Finish, too: the results may be complete, with only nobody taking them.
+		c.alarm = time.AfterFunc(timeout, func() {
+			c.cancel(context.DeadlineExceeded)
+			c.finish(frame.Done{}, context.DeadlineExceeded)
+		})
+	}
+	var err error
+	switch {
+	case of != nil && of.MaxRows > 0:
+		err = c.begin(ctx, *of, params)
+	case of != nil && of.End:
+		c.end(of.ID)
+	default:
+		err = c.serve(ctx, params)
+	}
+	if err != nil {
+		c.finish(frame.Done{Refused: true}, c.sequence.failed(err, false))
+	}
+}
+
+// leave gives up what the call has, when it is closed and no goroutine works for it any more.
+func (c *call) leave() {
+	core := c.session.core
+	if c.run != nil {
+		if err := c.run.Close(); err != nil {
+			core.Log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", err.Error()))
+		}
+	}
+	c.sequence.unuse()
+	c.release()
+	if c.alarm != nil {
+		c.alarm.Stop()
+	}
+	core.Ended(admission.Calls)
+	core.work.Done()
 }
 
 // Millis converts a caller's timeout in milliseconds, without overflow.
@@ -124,15 +151,15 @@ func Millis(n uint64) time.Duration {
 	return time.Duration(min(n, uint64(math.MaxInt64/time.Millisecond))) * time.Millisecond
 }
 
-// serve runs the call, from looking up its model to returning its memory. An error means
-// that the model did not begin to compute.
+// serve runs the call, from looking up its model to its last result. An error means that the model did
+// not begin to compute.
 func (c *call) serve(ctx context.Context, params map[string]string) error {
 	core := c.session.core
 	var table int64 // of tensors with very many chunks
 	inputs := make([]engine.Input, len(c.inputs))
 	for i, in := range c.inputs {
 		inputs[i] = engine.Input{Port: in.desc.Port, Desc: in.desc.Desc, ChunkBytes: in.geo.ChunkBytes, Name: in.desc.Name, Metadata: in.desc.Metadata}
-		table += TableBytes(in.geo.Count())
+		table += terms.TableBytes(in.geo.Count())
 	}
 	if err := core.TakeTable(c.memory, table); err != nil {
 		return err
@@ -146,18 +173,71 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 		ordered[p] = c.inputs[i]
 	}
 	c.session.Do(func(*stream.Machine, stream.Instant) { c.inputs = ordered })
+	c.run = run
 	c.compute(ctx, run)
-	<-c.closed // every result is acknowledged or given up, and no chunk is being copied into a block
-	if err := run.Close(); err != nil {
-		core.Log.Warn("run left memory behind", slog.String("call", c.id.String()), slog.String("error", err.Error()))
-	}
 	return nil
 }
 
-// TableBytes returns how many bytes of a tensor's chunk table are charged to the budget: those
-// beyond what a session retains anyway.
-func TableBytes(chunks uint32) int64 {
-	return max(0, int64(chunks)-frame.AllowanceChunks) * assembler.ChunkOverhead
+// atOnce computes a small call where its frame was read, if its model can, and reports whether it did. It
+// waits for nothing and runs no code of the user's. Errors are left to the ordinary way.
+func (c *call) atOnce(t *session.Turn, params map[string]string) bool {
+	core, q := c.session.core, c.sequence
+	if t == nil || core.Asks || len(c.inputs) != 1 || c.inputs[0].staged == nil || !c.inputs[0].whole() {
+		return false
+	}
+	in, call := c.inputs[0], engine.Call{ID: c.id, Principal: c.session.Holder, Params: params}
+	var of engine.Model
+	if q != nil {
+		of = q.model
+	} else if m, release, err := core.Models.Lookup(c.model); err == nil {
+		defer release()
+		of = m
+	}
+	model, can := of.(engine.Immediate) // not under a wrapper, whose Open may do more
+	if !can {
+		return false
+	}
+	info, err, rows := of.Info(), error(nil), int64(0)
+	if len(info.Inputs) != 1 || len(info.Outputs) != 1 {
+		return false
+	}
+	call.Inputs = []engine.Input{{Port: info.Inputs[0].Name, Desc: in.desc.Desc, ChunkBytes: in.geo.ChunkBytes}}
+	if q != nil {
+		rows, err = q.prepare(c.session.Values, &call)
+	}
+	n, memory := slab.SizeOf(in.geo.Size), core.Budget.Account(c.session.Holder) // not the call's: gRPC may copy the result when that is over
+	if err != nil || call.State != nil || in.desc.Port != "" && in.desc.Port != info.Inputs[0].Name || !memory.Take(n) {
+		return false
+	}
+	mem, err := memory.Get(core.Pool, int(in.geo.Size), n)
+	if err != nil {
+		return false
+	}
+	begin := time.Now()
+	copy(mem.Bytes(), in.staged.Bytes())
+	if !model.AtOnce(call, mem.Bytes()) {
+		mem.Release()
+		return false
+	}
+	took := time.Since(begin)
+	in.staged.Release()
+	in.staged = nil
+	t.DoSend(func(m *stream.Machine, now stream.Instant) {
+		m.Stay(now, in.desc.Tensor, false)
+		outs := make([]output, 1)
+		if err = c.announce(m, now, &outs[0], info, engine.Out{Desc: in.desc.Desc, Data: mem.Bytes()}); err == nil {
+			err = m.Offer(now, outs[0].id, 0, mem.Bytes(), mem.Release)
+		}
+		if err == nil {
+			q.answered(rows)
+			m.Finish(c.done(now, now, info, outs, engine.Stats{Compute: took, Blocks: 1}))
+		}
+	})
+	if err != nil {
+		mem.Release()
+		c.finish(frame.Done{}, q.failed(err, true))
+	}
+	return true
 }
 
 // TakeTable takes bytes of chunk tables, which may be 0.
@@ -387,7 +467,7 @@ func (c *call) finish(d frame.Done, err error) {
 	if errors.Is(err, errStopped) {
 		return // the session decided first
 	}
-	why := ExplainCall(err)
+	why := failures.ExplainCall(err)
 	if why.Secret && !errors.Is(err, stream.ErrClosed) { // ErrClosed: the session decided while a result was being offered
 		c.session.core.Failed(c.session.Values, c.id, c.model, why.Code, err)
 	}

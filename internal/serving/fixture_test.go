@@ -21,6 +21,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/metrics"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/internal/testkit"
@@ -109,7 +110,7 @@ func statusOf(err error) (frame.Code, string) {
 		return broken.Code, broken.Text
 	case errors.As(err, &refused):
 		return refused.Code, refused.Text
-	case errors.Is(err, ErrShutdown):
+	case errors.Is(err, failures.ErrShutdown):
 		return frame.Unavailable, "server is shutting down"
 	case errors.Is(err, context.Canceled):
 		return frame.Cancelled, err.Error()

@@ -10,6 +10,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -135,7 +136,7 @@ var hazards = []struct {
 		s.Close()
 		code, _ := s.peer.status()
 		require.Equal(s.t, frame.Unavailable, code)
-		require.ErrorIs(s.t, s.peer.err, ErrShutdown)
+		require.ErrorIs(s.t, s.peer.err, failures.ErrShutdown)
 	}},
 	{"shutdown without patience", nil, func(s *scene) {
 		enough := errors.New("no patience")

@@ -1,7 +1,5 @@
 package serving
 
-import "time"
-
 const (
 	// retainChunks is how many unacknowledged result chunks the server retains, which it
 	// tells the client: an engine keeps about that many blocks.
@@ -16,8 +14,6 @@ const (
 	// promiseShare: a session is granted at most 1/promiseShare of what can still be
 	// promised.
 	promiseShare = 4
-	// retryMillis is how long a refused caller is told to wait: about as long as a call takes.
-	retryMillis = uint32(time.Second / time.Millisecond)
 	// modelGauges is how many gauges of a model are shown; each is a label.
 	modelGauges = 32
 )

@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine/enginetest"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/tensor"
 )
@@ -382,7 +383,7 @@ func TestThePanicOfAHandlerIsCountedAndLogged(t *testing.T) {
 		require.EqualValues(t, 1, f.Values().Panics)
 		require.Contains(t, f.logged(), "secret of the model")
 		require.Contains(t, f.logged(), "models_test.go", "the stack says where")
-		require.Equal(t, frame.Internal, ExplainCall(errors.New("secret")).Code)
+		require.Equal(t, frame.Internal, failures.ExplainCall(errors.New("secret")).Code)
 	})
 }
 

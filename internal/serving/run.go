@@ -13,11 +13,9 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/tensor"
 )
-
-// errBinding is wrapped when the inputs of a call do not match the model's ports.
-var errBinding = errors.New("serving: inputs do not match the model")
 
 // Run is a call outside a session. Its inputs are written, its results are taken, and End
 // ends it. Input side: Write. Output side: Next. One goroutine per side. End may be called
@@ -88,13 +86,13 @@ func (c *Core) admit(ctx context.Context, from *admission.Caller, model string, 
 	call.Principal = from.Principal()
 	r := &Run{core: c, from: from, id: call.ID, model: model, began: time.Now()}
 	r.ctx, r.cancel = context.WithCancelCause(ctx)
-	r.unhook = context.AfterFunc(c.ctx, func() { r.cancel(ErrShutdown) })
+	r.unhook = context.AfterFunc(c.ctx, func() { r.cancel(failures.ErrShutdown) })
 	switch problem := cmp.Or(frame.CheckName("model", model), frame.CheckEntries("params", call.Params)); {
 	case bad != nil:
 	case model == "":
-		bad = fmt.Errorf("%w: the model's name is empty", errBinding)
+		bad = fmt.Errorf("%w: the model's name is empty", failures.ErrPorts)
 	case problem != "":
-		bad = fmt.Errorf("%w: %s", errBinding, problem)
+		bad = fmt.Errorf("%w: %s", failures.ErrPorts, problem)
 	default:
 		r.run, bad = c.open(r.ctx, r.cancel, model, call, nil)
 	}
@@ -144,7 +142,7 @@ func (r *Run) write(port, fresh int, data []byte) (n int, missing int64, err err
 	}
 	if port >= 0 {
 		if over := int64(fresh) - r.left[port]; over > 0 { // before its last rows are computed
-			return 0, 0, fmt.Errorf("%w: input %d has %d bytes more than its desc", errBinding, r.run.order[port], over)
+			return 0, 0, fmt.Errorf("%w: input %d has %d bytes more than its desc", failures.ErrPorts, r.run.order[port], over)
 		}
 		r.left[port] -= int64(fresh)
 	}
@@ -237,7 +235,7 @@ func (r *Run) end(err error) error {
 		r.core.callEnded(r.model, frame.OK, time.Since(r.began))
 		return nil
 	}
-	why := ExplainCall(err)
+	why := failures.ExplainCall(err)
 	if why.Secret {
 		why.Text = fmt.Sprintf("%s (call %s)", why.Text, r.id) // a caller without a session has no other way to learn it
 		r.core.Failed(r.ctx, r.id, r.model, why.Code, err)
@@ -274,7 +272,7 @@ func describe(inputs []engine.Input, in []tensor.Tensor, most int64) error {
 	left := most
 	for i, t := range in {
 		if _, err := tensor.New(t.Desc, t.Data); err != nil {
-			return fmt.Errorf("%w: input %q: %w", errBinding, inputs[i].Port, err)
+			return fmt.Errorf("%w: input %q: %w", failures.ErrPorts, inputs[i].Port, err)
 		}
 		if left -= int64(len(t.Data)); left < 0 {
 			return fmt.Errorf("%w: the inputs have more than %d bytes; a session has no such limit", tensor.ErrTooLarge, most)
@@ -367,5 +365,5 @@ func unbound(info engine.Info, in []engine.Input) error {
 	for i := range in {
 		has[i] = in[i].Port
 	}
-	return fmt.Errorf("%w: %q takes inputs %q, the call has %q", errBinding, info.Name, takes, has)
+	return fmt.Errorf("%w: %q takes inputs %q, the call has %q", failures.ErrPorts, info.Name, takes, has)
 }

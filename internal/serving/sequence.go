@@ -69,7 +69,6 @@ func (c *call) begin(ctx context.Context, part frame.Sequence, params map[string
 		q.unuse()
 		return err
 	}
-	<-c.closed
 	return nil
 }
 
@@ -104,7 +103,6 @@ func (c *call) end(id tensor.ID) {
 	c.session.Do(func(m *stream.Machine, now stream.Instant) {
 		m.Finish(c.done(now, now, engine.Info{}, nil, engine.Stats{}))
 	})
-	<-c.closed
 }
 
 // step returns the sequence of which a call is a step, and has the state from now on. The

@@ -10,7 +10,6 @@ package serving
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
@@ -30,8 +29,8 @@ import (
 	"github.com/tensorferry/tensorferry/terms"
 )
 
-// ErrShutdown is the cause with which everything ends when the Core is closed.
-var ErrShutdown = errors.New("serving: shutting down")
+// errDraining refuses new work while the server drains.
+var errDraining error = failures.TryLater(reason.Draining, "server is draining; use another one, or try again later")
 
 // Config configures a Core. Every field is required; a server fills in the defaults.
 type Config struct {
@@ -42,8 +41,9 @@ type Config struct {
 	// PrincipalOf returns the name of the sender of ctx's RPC, if it has one.
 	PrincipalOf func(ctx context.Context) string
 	// May returns why the sender of ctx's RPC may not "compute" with a model or, asked by storing,
-	// have a source "generate" a tensor.
-	May func(ctx context.Context, verb, name string) error
+	// have a source "generate" a tensor. Asks: it asks the user's code, which may take long.
+	May  func(ctx context.Context, verb, name string) error
+	Asks bool
 	// Session limits each session.
 	Session stream.Limits
 	// Open is the maximum number of each kind that may be open.
@@ -80,7 +80,7 @@ type Core struct {
 	number     atomic.Int64 // of the last session
 	oneWays    atomic.Int64 // of those, carriers of a push or a pull
 
-	ctx  context.Context // ends with Close; the cause is ErrShutdown
+	ctx  context.Context // ends with Close; the cause is failures.ErrShutdown
 	stop context.CancelCauseFunc
 	work sync.WaitGroup // calls and sessions
 
@@ -105,7 +105,7 @@ func New(cfg Config) *Core {
 		},
 	}
 	c.ctx, c.stop = context.WithCancelCause(context.Background())
-	c.waited = fmt.Errorf("%w: waited %v; try again later", errMemory, c.MemoryWait)
+	c.waited = fmt.Errorf("%w: waited %v; try again later", failures.ErrMemory, c.MemoryWait)
 	c.Limits = cfg.Open
 	c.unwatch = cfg.Models.Watch(func(name string, m engine.Model) {
 		c.counts.watch(name, m != nil)
@@ -118,7 +118,7 @@ func New(cfg Config) *Core {
 // Enter admits one more of a kind, or returns a *terms.RefusedError. Leave must follow.
 func (c *Core) Enter(k admission.Kind, from *admission.Caller) error {
 	if !c.Gates.Enter(k, from) {
-		return TryLater(reason.Open, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
+		return failures.TryLater(reason.Open, "%v: the limit of the server is %d, of which a quarter is only for connections that have fewer than 4 open; try again later", k, c.Limits[k])
 	}
 	return nil
 }
@@ -195,7 +195,7 @@ func (c *Core) Drain(ctx context.Context) error {
 }
 
 // Close ends everything without waiting; Wait waits.
-func (c *Core) Close() { c.stop(ErrShutdown) }
+func (c *Core) Close() { c.stop(failures.ErrShutdown) }
 
 // Wait waits, after Close, until calls and sessions have ended.
 func (c *Core) Wait() { c.work.Wait() }

@@ -14,6 +14,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/testkit"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -74,19 +75,19 @@ func TestTheFirstRuleThatFitsSaysWhatACallerIsTold(t *testing.T) {
 		secret bool
 	}{
 		"a timeout that ended a model":   {errors.Join(context.DeadlineExceeded, engine.ErrModel), frame.DeadlineExceeded, false, false},
-		"no memory in time":              {fmt.Errorf("%w: %w", errMemory, context.Canceled), frame.ResourceExhausted, true, false},
-		"the end of the server":          {errors.Join(ErrShutdown, context.Canceled), frame.Unavailable, true, false},
+		"no memory in time":              {fmt.Errorf("%w: %w", failures.ErrMemory, context.Canceled), frame.ResourceExhausted, true, false},
+		"the end of the server":          {errors.Join(failures.ErrShutdown, context.Canceled), frame.Unavailable, true, false},
 		"no such model":                  {engine.ErrNotFound, frame.NotFound, false, false},
 		"an input that does not fit":     {&engine.InputError{Model: "m", Port: "x"}, frame.FailedPrecondition, false, false},
 		"a tensor beyond all bounds":     {tensor.ErrTooLarge, frame.ResourceExhausted, false, false},
 		"a device that is lost":          {engine.ErrUnavailable, frame.Unavailable, true, false},
 		"a model's own failure":          {fmt.Errorf("%w: %w", engine.ErrModel, secret), frame.Internal, false, true},
 		"what nobody expected":           {secret, frame.Internal, false, true},
-		"what says itself what it is":    {TryLater("ABORTED", "later"), frame.Aborted, true, false},
+		"what says itself what it is":    {failures.TryLater("ABORTED", "later"), frame.Aborted, true, false},
 		"a peer that broke the protocol": {frame.Errorf(frame.InvalidArgument, "no"), frame.InvalidArgument, false, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			why := ExplainCall(tc.err)
+			why := failures.ExplainCall(tc.err)
 			require.Equal(t, tc.code, why.Code)
 			require.Equal(t, tc.retry, why.RetryMillis > 0)
 			require.Equal(t, tc.secret, why.Secret)
@@ -134,7 +135,7 @@ func TestInputsAreFoundByThePortsOfTheModelInAnyOrder(t *testing.T) {
 			}
 			info, got, inputs, err := bind(engine.Info{Name: "m", Inputs: tc.model}, in)
 			if tc.want == nil {
-				require.ErrorIs(t, err, errBinding)
+				require.ErrorIs(t, err, failures.ErrPorts)
 				for _, port := range tc.model {
 					name := port.Name
 					if port.Optional {

@@ -10,6 +10,7 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
@@ -158,7 +159,7 @@ func (s *Session) Serve(ctx context.Context, conn Conn) error {
 	case <-ctx.Done():
 		s.Stop(session.Why(ctx, lost))
 	case <-s.core.Context().Done():
-		s.Stop(ErrShutdown)
+		s.Stop(failures.ErrShutdown)
 	}
 	return s.Cause()
 }
@@ -202,11 +203,21 @@ type input struct {
 	used   int64         // bytes of staged copied into blocks; call goroutine only
 }
 
+// whole reports whether a tensor on allowance is complete.
+func (in *input) whole() bool {
+	select {
+	case <-in.ready:
+		return true
+	default:
+		return false
+	}
+}
+
 // Received tells the connection how much calls retain. The session is locked.
 func (s *Session) Received(m *stream.Machine) {
 	n := m.Retained()
 	if n != s.retained && !s.conn.Take(int64(n)) {
-		s.Stop(TryLater(reason.Memory, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later"))
+		s.Stop(failures.TryLater(reason.Memory, "memory: not enough to keep what this session announces; announce less at a time, send larger chunks, or try again later"))
 	}
 	s.retained = n
 }
@@ -236,7 +247,7 @@ func (s *Session) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		}
 	}
 	if t == nil && (e.Kind == stream.EventTensor || e.Kind == stream.EventReady) {
-		t = &call{session: s, id: e.Call, closed: make(chan struct{})}
+		t = &call{session: s, id: e.Call}
 		s.tasks[e.Call] = t
 	}
 	if t != nil {
@@ -251,26 +262,11 @@ func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	case stream.EventTensor:
 		c.announced(m, now, e.Desc)
 	case stream.EventReady:
-		c.arrived, c.lastByte, c.model = now, now, e.Part.Model
-		var err error
-		if of := e.Part.Sequence; of != nil && len(e.Part.Inputs) > 0 {
-			if c.sequence, err = c.session.step(of.ID); err == nil {
-				c.model = c.sequence.name
-			}
-		}
-		if err == nil {
-			if err = core.Enter(admission.Calls, c.session.From); err != nil && c.sequence != nil {
-				c.sequence.uses--
-				c.sequence.answered(0)
-			}
-		}
-		if err != nil {
-			c.refuse(m, err)
-			return
-		}
-		c.start(e.Part)
+		c.arrived, c.lastByte, c.model, c.part = now, now, e.Part.Model, e.Part
+		c.ready(m)
 	case stream.EventWhole:
 		c.lastByte = now
+		c.ready(m)
 	case stream.EventStop:
 		if c.cancel != nil {
 			c.cancel(fmt.Errorf("%w: code %d: %s", errStopped, e.Code, e.Text))
@@ -284,9 +280,48 @@ func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		}
 		core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
 		c.cancel(errStopped) // unless it has: who may have one call at a time may have the next
-		close(c.closed)
 		core.Ending(admission.Calls, c.session.From)
+		if c.closed = true; c.idle && e.Code == frame.OK {
+			c.session.After(c.leave)
+		} else if c.idle { // a lane may still read a result, which waits for the peer
+			go c.leave()
+		}
 	}
+}
+
+// ready starts a call that is ready and has not begun. If all its inputs are single chunks that need no credit, it starts with
+// the last of them, so that no goroutine waits for it, unless its time is limited. The session is locked.
+func (c *call) ready(m *stream.Machine) {
+	part, comes := c.part, false
+	for _, in := range c.inputs {
+		if in.ready == nil || in.geo.Count() > 1 {
+			comes = false
+			break
+		}
+		comes = comes || !in.whole()
+	}
+	if part == nil || comes && part.TimeoutMillis == 0 {
+		return
+	}
+	c.part = nil
+	core := c.session.core
+	var err error
+	if of := part.Sequence; of != nil && len(part.Inputs) > 0 {
+		if c.sequence, err = c.session.step(of.ID); err == nil {
+			c.model = c.sequence.name
+		}
+	}
+	if err == nil {
+		if err = core.Enter(admission.Calls, c.session.From); err != nil && c.sequence != nil {
+			c.sequence.uses--
+			c.sequence.answered(0)
+		}
+	}
+	if err != nil {
+		c.refuse(m, err)
+		return
+	}
+	c.start(part)
 }
 
 // announced adds an input, and provides memory in which a small one waits.
@@ -319,14 +354,14 @@ func (c *call) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 func (s *Session) Stage(geo tensor.Geometry) (*slab.Slab, error) {
 	n := slab.PagesOf(geo.Size)
 	if !s.allowance.Take(n) { // it is promised: never
-		return nil, TryLater(reason.Memory, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.Budget.Limit())
+		return nil, failures.TryLater(reason.Memory, "memory: no %d bytes for a tensor on allowance, the budget of the server is %d; try again later, or wait for credit", n, s.core.Budget.Limit())
 	}
 	return s.allowance.Get(s.core.Pool, int(geo.Size), n)
 }
 
 // refuse ends a call that has not begun to compute; the session is locked.
 func (c *call) refuse(m *stream.Machine, err error) {
-	why := ExplainCall(err)
+	why := failures.ExplainCall(err)
 	d := why.Done()
 	d.Call, d.Refused = c.id, true
 	m.Finish(d)

@@ -63,6 +63,8 @@ func (l *link) Recv() (*frame.Frame, error) {
 
 func (l *link) Free() {}
 
+func (l *link) Clear(int) bool { return true }
+
 // linked returns two sides without a connection.
 func linked(t *testing.T) (client, server *side) {
 	client = newSide(t, nil, stream.Config{Session: tensor.NewID(), Codecs: codec.All(), Limits: stream.Limits{SessionIdle: stream.Instant(365 * 24 * time.Hour)}})

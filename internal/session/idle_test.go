@@ -84,7 +84,12 @@ func TestGoroutinesThatRunCallsTakeTurnsToRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ran := 0
 		client, server := pair(t, func(_, server *side) {
-			server.ready = func() { server.sess.Go(func() { ran++ }) }
+			server.ready = func() {
+				server.sess.Go(func(t *Turn) {
+					t.Pass()
+					ran++
+				})
+			}
 		})
 		call := func() {
 			id := client.call(make([]byte, 100))

@@ -34,6 +34,8 @@ type Conn interface {
 	Recv() (*frame.Frame, error)
 	// Free ends the loan of the last frame.
 	Free()
+	// Clear reports whether Send would not wait for the peer with a payload of n bytes.
+	Clear(n int) bool
 }
 
 // Handler is told what happens, in order, with the session locked: it must be
@@ -64,11 +66,12 @@ type Session struct {
 	over  bool           // no goroutine is started, the timer stays still; guarded by mu
 	ended bool           // the peer has sent its last frame; guarded by mu
 	heard bool           // a frame has come since the last tick; guarded by mu
-	// reading: a frame is being received; then, unless nil, is to run on its reader's goroutine.
-	// following: a goroutine that has run one waits for its turn to read, which saves a new one
-	// whose stack would have to grow. It ends when no call is open. All guarded by mu.
+	// reading: a frame is being received; then and after, unless nil, are to run on its reader's
+	// goroutine. following: a goroutine that has passed its turn on waits for the next, which saves a
+	// new one whose stack would have to grow. It ends when no call is open. All guarded by mu.
 	reading, following bool
-	then               func()
+	then               func(*Turn)
+	after              func()
 	turn               chan carried // zero: the follower ends
 	claim              stream.Claim // of whoever reads
 	// writing: a writer has been started and has not yet found nothing to send. Then it
@@ -184,20 +187,34 @@ func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) {
 // is sending: a small call then does not wait for the writer to wake up. It may
 // block as long as the peer does not read, at most writeStall.
 func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
-	if !s.do(f) {
-		return
+	if s.do(f) {
+		s.send(false)
 	}
+}
+
+// send sends the next frame, unless somebody else sends. If the caller reads, it leaves that to the
+// writer, too, where it might wait for the peer.
+func (s *Session) send(reads bool) {
 	select {
 	case s.sending <- struct{}{}:
 	default:
 		s.nudge()
 		return
 	}
-	s.sendFrame(nil)
+	sent := true
+	if reads {
+		s.mu.Lock()
+		most := int(s.m.Status().PeerChunkBytes)
+		s.mu.Unlock()
+		sent = s.conn != nil && s.conn.Clear(most)
+	}
+	if sent {
+		s.sendFrame(nil)
+	}
 	<-s.sending
 	// More may wait, or may have come while the writer could not have the lock.
 	s.mu.Lock()
-	more := s.m.Pending() || s.ended // or it was the last frame, which the writer sees to
+	more := !sent || s.m.Pending() || s.ended // or it was the last frame, which the writer sees to
 	s.mu.Unlock()
 	if more {
 		s.nudge()
@@ -306,12 +323,64 @@ func (s *Session) tick() {
 	}
 }
 
-// Go has f run on a goroutine. While an event of a frame is told, that is the one that has
-// read the frame, and another goes on to read: a small call then waits for nobody to wake up.
-// The session is locked.
-func (s *Session) Go(f func()) {
+// Turn is a goroutine's turn to read, while it runs what a frame has begun. Nil is that of one
+// that does not read.
+type Turn struct {
+	session *Session
+	from    carried
+	after   func()
+	passed  bool
+}
+
+// Pass has another goroutine read on. Who has a turn passes it before waiting for anything.
+func (t *Turn) Pass() {
+	if t == nil || t.passed {
+		return
+	}
+	t.passed = true
+	s := t.session
+	s.mu.Lock()
+	next := s.following
+	if next {
+		s.following = false
+		s.turn <- t.from
+	}
+	s.mu.Unlock()
+	if !next {
+		go s.read(t.from)
+	}
+	t.end()
+}
+
+func (t *Turn) end() {
+	if t.after != nil {
+		t.after()
+		t.after = nil
+	}
+}
+
+// DoSend is that of the session, for who has a turn: what would wait for the peer is left to the writer.
+func (t *Turn) DoSend(f func(m *stream.Machine, now stream.Instant)) {
+	if s := t.session; s.do(f) {
+		s.send(!t.passed)
+	}
+}
+
+// Go has f run on a goroutine. While an event of a frame is told, that is the one that has read the
+// frame: a small call then waits for nobody to wake up. The session is locked.
+func (s *Session) Go(f func(*Turn)) {
 	if s.reading && s.then == nil {
 		s.then = f
+		return
+	}
+	go f(nil)
+}
+
+// After has f, which is quick, run soon and unlocked: on the goroutine that has read a frame while an
+// event of that is told, after what Go has it run. The session is locked.
+func (s *Session) After(f func()) {
+	if s.reading && s.after == nil {
+		s.after = f
 		return
 	}
 	go f()
@@ -320,23 +389,17 @@ func (s *Session) Go(f func()) {
 // read receives frames, has the machine judge them, and puts chunks at their places. It goes on
 // until the connection has ended, or another goroutine reads and this one is not to follow it.
 func (s *Session) read(from carried) {
+	t := &Turn{session: s}
 	for {
-		then := s.readOn(from)
+		then := s.readOn(from, t)
 		if then == nil {
 			s.reader.Done()
 			return
 		}
-		s.mu.Lock()
-		next := s.following
-		if next {
-			s.following = false
-			s.turn <- from
+		if then(t); !t.passed {
+			t.end()
+			continue
 		}
-		s.mu.Unlock()
-		if !next {
-			go s.read(from)
-		}
-		then()
 		s.mu.Lock()
 		if s.following || s.over || s.m.Status().Calls == 0 {
 			s.mu.Unlock()
@@ -361,9 +424,10 @@ func (s *Session) dismiss() {
 	}
 }
 
-// readOn reads until there is something to run or the connection has ended.
-func (s *Session) readOn(from carried) (then func()) {
+// readOn reads until there is something to run in a turn, which it begins, or the connection has ended.
+func (s *Session) readOn(from carried, t *Turn) (then func(*Turn)) {
 	for {
+		t.from, t.passed = from, false
 		f, err := from.conn.Recv()
 		if err != nil {
 			var bad *frame.Error
@@ -383,17 +447,19 @@ func (s *Session) readOn(from carried) (then func()) {
 			}
 			return nil
 		}
-		then, err = s.receive(f)
+		then, t.after, err = s.receive(f)
 		from.conn.Free()
 		if err != nil {
 			if s.Stop(err); then != nil {
-				go then()
+				go then(nil)
 			}
+			t.end()
 			return nil
 		}
 		if then != nil {
 			return then
 		}
+		t.end()
 	}
 }
 
@@ -437,7 +503,7 @@ func (s *Session) endOfInput() {
 	s.nudge()
 }
 
-func (s *Session) receive(f *frame.Frame) (then func(), err error) {
+func (s *Session) receive(f *frame.Frame) (then func(*Turn), after func(), err error) {
 	s.mu.Lock()
 	now := s.now()
 	s.heard, s.reading = true, true
@@ -457,14 +523,14 @@ func (s *Session) receive(f *frame.Frame) (then func(), err error) {
 		s.dispatch(now)
 	}
 	s.handler.Received(s.m)
-	then, s.then, s.reading = s.then, nil, false
+	then, after, s.then, s.after, s.reading = s.then, s.after, nil, nil, false
 	due := s.due()
 	s.schedule()
 	s.mu.Unlock()
 	if due {
 		s.nudge()
 	}
-	return then, err
+	return then, after, err
 }
 
 // write sends what the machine has to send, until there is nothing and no call is open.

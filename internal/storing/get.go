@@ -13,8 +13,8 @@ import (
 	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/background"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/glob"
-	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
@@ -195,7 +195,7 @@ func (g *get) pick() error {
 			return err
 		}
 	}
-	late := serving.TryLater("RESOURCE_EXHAUSTED", "selections: sets replace what they select faster than it can be opened; select less, or try again later")
+	late := failures.TryLater("RESOURCE_EXHAUSTED", "selections: sets replace what they select faster than it can be opened; select less, or try again later")
 	ctx, cancel := context.WithTimeoutCause(g.ctx, pickTime, late)
 	defer cancel()
 	for ok {
@@ -305,7 +305,7 @@ func (g *get) add(p picked) error {
 		}
 		p.kept = int64(pickedBytes + len(p.name))
 		if !g.memory.Take(p.kept) {
-			return serving.TryLater(reason.Memory, "memory: not enough to keep what this pull selects; select less, or try again later")
+			return failures.TryLater(reason.Memory, "memory: not enough to keep what this pull selects; select less, or try again later")
 		}
 	}
 	g.all = append(g.all, p)

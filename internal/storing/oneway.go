@@ -12,6 +12,7 @@ import (
 
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -187,7 +188,7 @@ func (p *pushConn) announced(d *frame.Desc) error {
 	p.placed[d.Tensor] = make(chan struct{})
 	p.mu.Unlock()
 	if kept := p.kept.Add(pushedBytes + int64(len(d.Name))); !p.Conn.Take(kept + p.held.Load()) {
-		return serving.TryLater(reason.Memory, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
+		return failures.TryLater(reason.Memory, "memory: not enough to keep what this push announces; announce fewer tensors at a time, or try again later")
 	}
 	return nil
 }

@@ -8,13 +8,14 @@ import (
 	"sync"
 
 	"github.com/tensorferry/tensorferry/frame"
-	"github.com/tensorferry/tensorferry/internal/serving"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/session"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/store"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
+	"github.com/tensorferry/tensorferry/terms"
 )
 
 // ErrNoStore is returned for requests that need a store, on a server without one.
@@ -104,7 +105,7 @@ func (p *put) announced(m *stream.Machine, now stream.Instant, d *frame.Desc) {
 	}
 	in.state = p.service.log.tensor(p.record, d.Tensor, in.desc.Name, d.SizeBytes)
 	geo := tensor.Geometry{Size: int64(d.SizeBytes), ChunkBytes: int64(d.ChunkBytes)}
-	in.table = serving.TableBytes(geo.Count())
+	in.table = terms.TableBytes(geo.Count())
 	in.landing = session.Landing{Session: p.session, Tensor: d.Tensor, Geo: geo, Tell: in.news.Tell, Slab: in.slab}
 	p.tensors[d.Tensor] = in
 	if d.OnAllowance {
@@ -160,7 +161,7 @@ func (in *incoming) slab(n int) (*slab.Slab, error) {
 		if in.memory.Held() > in.table {
 			return nil, slab.ErrBudget
 		}
-		defer s.Patience(in.cancel, serving.TryLater(reason.Memory, "memory: none became free in time for a part of the tensor; try again later")).Stop()
+		defer s.Patience(in.cancel, failures.TryLater(reason.Memory, "memory: none became free in time for a part of the tensor; try again later")).Stop()
 		if err := in.memory.Wait(in.ctx, size); err != nil {
 			return nil, cmp.Or(context.Cause(in.ctx), err)
 		}

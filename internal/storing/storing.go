@@ -17,6 +17,7 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/internal/session"
@@ -208,7 +209,7 @@ func (s *Service) protect(f func() error) (err error) {
 const outOfFiles = "the server has no file descriptors left; try again later"
 
 // rules say what a client is told about an error of a store, a source or a transfer.
-var rules = []serving.Rule{
+var rules = []failures.Rule{
 	{Err: store.ErrNotFound, Why: reason.TensorNotFound},
 	{Err: store.ErrTooSmall, Why: reason.StoreTooSmall},
 	{Err: store.ErrDiskFull, Why: reason.DiskFull},
@@ -229,7 +230,7 @@ var rules = []serving.Rule{
 	{Err: store.ErrUnwritable, Why: reason.StoreUnwritable, Text: "the server's store cannot be written; its log says why", Secret: true},
 	{Err: fault.ErrVanished, Why: reason.TensorVanished},
 	{Err: store.ErrClosed, Why: reason.ShuttingDown, Text: "server is shutting down"},
-	{Err: serving.ErrShutdown, Why: reason.ShuttingDown, Text: "server is shutting down"},
+	{Err: failures.ErrShutdown, Why: reason.ShuttingDown, Text: "server is shutting down"},
 	// Before the errors that it may wrap; its text may name machines.
 	{Err: store.ErrUnavailable, Why: reason.StoreUnavailable, Text: "the server's store is not available now; try again later", Secret: true},
 	{Err: syscall.EMFILE, Why: reason.Files, Text: outOfFiles, Secret: true},
@@ -241,7 +242,7 @@ var rules = []serving.Rule{
 // Explain returns what a summary says about an error of a store, a source or a transfer. It
 // logs what the summary omits, with attrs.
 func (s *Service) Explain(err error, attrs ...slog.Attr) *terms.RefusedError {
-	why := serving.Explain(err, rules)
+	why := failures.Explain(err, rules)
 	var public engine.PublicError
 	attrs = append(attrs, slog.Any("error", err))
 	switch {

@@ -140,6 +140,7 @@ func (l *link) Recv() (*frame.Frame, error) {
 }
 
 func (*link) Free()                             {}
+func (*link) Clear(int) bool                    { return true }
 func (*link) Opened()                           {}
 func (*link) Comes(float64, time.Duration) bool { return false }
 

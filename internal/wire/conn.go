@@ -41,6 +41,10 @@ func (c *Conn) Send(f *frame.Frame, held interface{ Release() }) error {
 	return err
 }
 
+// Clear reports whether gRPC has written all that was sent: it then takes a message of any size
+// at once.
+func (c *Conn) Clear(int) bool { return c.out.queued.Load() == 0 }
+
 // Recv returns the next frame, which the caller borrows until the next Recv or Free.
 // Bad bytes are a *frame.Error, the end of the peer's frames is io.EOF, and any other
 // error is gRPC's.

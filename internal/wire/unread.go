@@ -2,6 +2,7 @@ package wire
 
 import (
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/grpc/mem"
 )
@@ -21,8 +22,8 @@ type copied struct {
 	mem.NopBufferPool         // Get is not used
 	data              *[]byte // from Buffers
 	slice             [1]mem.Buffer
-	unread            Unread // that counts it; nil: none does
-	bytes             int64  // for which unread has returned look
+	of                *Outgoing // that counts it; nil: it does no more
+	bytes             int64     // for which its Unread has returned look
 	look              int
 }
 
@@ -30,9 +31,11 @@ var copies = sync.Pool{New: func() any { return new(copied) }}
 
 // forget says that gRPC may have forgotten the copy.
 func (c *copied) forget() {
-	if c.unread != nil {
-		c.unread.Unqueue(c.bytes, c.look)
-		c.unread = nil
+	if o := c.of; o != nil {
+		if c.of = nil; o.Unread != nil {
+			o.Unread.Unqueue(c.bytes, c.look)
+		}
+		o.queued.Add(-1)
 	}
 }
 
@@ -46,8 +49,9 @@ func (c *copied) Put(*[]byte) {
 
 // Outgoing is the part of a Message or an Answer that is sent.
 type Outgoing struct {
-	Unread Unread  // that counts it; nil: none does
-	copied *copied // valid until SendMsg returns
+	Unread Unread       // that counts it; nil: none does
+	queued atomic.Int32 // copies that gRPC has
+	copied *copied      // valid until SendMsg returns
 }
 
 // room returns a buffer with room for n bytes, without any yet.
@@ -55,9 +59,11 @@ func (o *Outgoing) room(n int) *copied {
 	c := copies.Get().(*copied)
 	c.data = Buffers.Get(max(n, SmallBytes+1))
 	*c.data = (*c.data)[:0]
-	if o.copied = c; o.Unread != nil {
-		c.unread, c.bytes = o.Unread, int64(cap(*c.data))
-		c.look = c.unread.Queue(c.bytes)
+	o.copied, c.of = c, o
+	o.queued.Add(1)
+	if o.Unread != nil {
+		c.bytes = int64(cap(*c.data))
+		c.look = o.Unread.Queue(c.bytes)
 	}
 	return c
 }

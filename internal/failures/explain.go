@@ -1,4 +1,4 @@
-package serving
+package failures
 
 import (
 	"cmp"
@@ -14,11 +14,14 @@ import (
 	"github.com/tensorferry/tensorferry/terms"
 )
 
-// errMemory is wrapped when the memory budget has no room for a request.
-var errMemory = errors.New("serving: no room in the memory budget")
-
-// errDraining refuses new work while the server drains.
-var errDraining error = TryLater(reason.Draining, "server is draining; use another one, or try again later")
+var (
+	// ErrShutdown is the cause with which everything ends when a server is closed.
+	ErrShutdown = errors.New("serving: shutting down")
+	// ErrMemory is wrapped when the memory budget has no room for a request.
+	ErrMemory = errors.New("serving: no room in the memory budget")
+	// ErrPorts is wrapped when the inputs of a call do not match the model's ports.
+	ErrPorts = errors.New("serving: inputs do not match the model")
+)
 
 // TryLater returns a refusal that may not recur later.
 func TryLater(why reason.Reason, format string, args ...any) *terms.RefusedError {
@@ -60,7 +63,7 @@ func Explain(err error, rules []Rule) *terms.RefusedError {
 // callRules are the rules for calls. The order matters: the cause that ended a call's
 // context outranks the errors it caused.
 var callRules = []Rule{
-	{Err: errMemory, Why: reason.Memory},
+	{Err: ErrMemory, Why: reason.Memory},
 	{Err: slab.ErrMemory, Why: reason.Memory},
 	{Err: ErrShutdown, Why: reason.ShuttingDown, Text: "server is shutting down"},
 	{Err: context.Canceled, Why: "CANCELLED", Text: "call cancelled"},
@@ -71,7 +74,7 @@ var callRules = []Rule{
 	{Err: engine.ErrPrecondition, Why: reason.ModelState},
 	{Err: engine.ErrStateLost, Why: reason.StateLost},
 	{Err: tensor.ErrTooLarge, Why: reason.TooLarge}, // also of an input
-	{Err: errBinding, Why: reason.ModelPorts},
+	{Err: ErrPorts, Why: reason.ModelPorts},
 	{Err: slab.ErrBudget, Why: reason.Budget},
 	{Err: engine.ErrUnavailable, Why: reason.ModelUnavailable},
 }
