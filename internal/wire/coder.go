@@ -17,33 +17,26 @@ import (
 	"github.com/tensorferry/tensorferry/tensor"
 )
 
-// coder walks over the fields of a message and writes them, reads them, or checks what was
-// read: each part says once what its fields are. It writes as the stock codec does in its
-// deterministic mode: fields by number, maps by key, zeros left out. It reads what the
-// stock codec reads, and does nothing after an error.
+// coder writes the fields of a message, or reads them: each part says once, by number, what its
+// fields are. It writes as the stock codec does in its deterministic mode: fields by number, maps by
+// key, zeros left out. It reads what the stock codec reads, and does nothing after an error.
 type coder struct {
-	mode mode
-	err  *FieldError // the first; its Field lacks what the message lies in
+	writes bool
+	err    *FieldError // the first; its Field lacks what the message lies in
 
 	b       []byte // what is written
 	follows int    // bytes of payload, which the caller appends
 
-	// The field that is read; its number is 0 once somebody has taken it.
-	field protowire.Number
-	typ   protowire.Type
-	value uint64
-	view  []byte
+	number protowire.Number // of the field that is read or written
+	typ    protowire.Type   // what is read has
+	value  uint64
+	view   []byte
 
 	hasChunk bool // the frame has one, perhaps of no tensor
 }
 
-type mode uint8
-
-const (
-	reading mode = iota
-	checking
-	writing
-)
+// fields are those of a message, by number.
+type fields[T any] []func(*coder, *T)
 
 // reset makes c read, and keeps its scratch.
 func (c *coder) reset() {
@@ -78,9 +71,8 @@ func (c *coder) failed(name string) error {
 	return c.err
 }
 
-// read reads the fields of b, which it borrows, into v. Fields that body does not take are
-// a newer peer's.
-func read[T any](c *coder, b []byte, v *T, body func(*coder, *T)) {
+// read reads the fields of b, which it borrows, into v. What is not among them is a newer peer's.
+func read[T any](c *coder, b []byte, v *T, of fields[T]) {
 	for len(b) > 0 && c.err == nil {
 		field, typ, n := protowire.ConsumeTag(b)
 		var size int
@@ -102,81 +94,77 @@ func read[T any](c *coder, b []byte, v *T, body func(*coder, *T)) {
 		}
 		if size < 0 {
 			c.malformed(size)
-			break
+			return
 		}
 		b = b[n+size:]
-		c.field, c.typ = field, typ
-		body(c, v)
+		if int(field) < len(of) && of[field] != nil {
+			c.number, c.typ = field, typ
+			of[field](c, v)
+		}
 	}
-	c.field = 0
+}
+
+// write writes the fields of v.
+func write[T any](c *coder, v *T, of fields[T]) {
+	for n, field := range of {
+		if field != nil && c.err == nil {
+			c.number = protowire.Number(n)
+			field(c, v)
+		}
+	}
 }
 
 func (c *coder) malformed(code int) {
 	c.fail("", "a protobuf message", protowire.ParseError(code).Error())
 }
 
-// comes reports whether a field is the one that is read.
-func (c *coder) comes(field protowire.Number, typ protowire.Type) bool {
-	return c.mode == reading && c.field == field && c.typ == typ
-}
+// comes reports whether the field is read, in its type.
+func (c *coder) comes(typ protowire.Type) bool { return !c.writes && c.typ == typ }
 
-// takes is comes, and takes the field.
-func (c *coder) takes(field protowire.Number, typ protowire.Type) bool {
-	comes := c.comes(field, typ)
-	if comes {
-		c.field = 0
-	}
-	return comes
-}
-
-// part walks over a nested message.
-func part[T any](c *coder, field protowire.Number, v *T, body func(*coder, *T)) {
+// part is a nested message.
+func part[T any](c *coder, v *T, of fields[T]) {
 	switch {
-	case c.err != nil:
-	case c.mode == writing:
-		at := c.open(field)
-		body(c, v)
+	case c.writes:
+		at := c.open()
+		write(c, v, of)
 		c.close(at)
-	case c.mode == checking:
-		body(c, v)
-	case c.takes(field, protowire.BytesType):
-		read(c, c.view, v, body)
+	case c.typ == protowire.BytesType:
+		read(c, c.view, v, of)
 	}
 }
 
-// nested walks over a message that is always there.
-func nested[T any](c *coder, field protowire.Number, name string, v *T, body func(*coder, *T)) {
-	if c.err == nil {
-		part(c, field, v, body)
-		c.within(name)
-	}
+// nested is a message that is always there.
+func nested[T any](c *coder, name string, v *T, of fields[T]) {
+	part(c, v, of)
+	c.within(name)
 }
 
-// optional walks over a message that is nil if it does not come.
-func optional[T any](c *coder, field protowire.Number, name string, v **T, body func(*coder, *T)) {
-	if *v == nil && c.comes(field, protowire.BytesType) {
+// optional is a message that is nil if it does not come.
+func optional[T any](c *coder, name string, v **T, of fields[T]) {
+	if *v == nil && c.comes(protowire.BytesType) {
 		*v = new(T)
 	}
 	if *v != nil {
-		nested(c, field, name, *v, body)
+		nested(c, name, *v, of)
 	}
 }
 
-// list walks over at most so many messages of one kind: their bytes bound them too loosely.
-func list[T any](c *coder, field protowire.Number, name string, most int, all *[]T, body func(*coder, *T)) {
-	from := 0
-	if c.mode == reading {
-		if !c.comes(field, protowire.BytesType) {
+// list is at most so many messages of one kind: their bytes bound them too loosely.
+func list[T any](c *coder, name string, most int, all *[]T, of fields[T]) {
+	from, number := 0, c.number
+	if !c.writes {
+		if c.typ != protowire.BytesType {
 			return
 		}
 		from = len(*all)
 		*all = append(*all, *new(T))
 	}
-	if n := len(*all); n > most && c.err == nil {
+	if n := len(*all); n > most {
 		c.err = tooLarge(name, "parts", most, n)
 	}
 	for i := from; i < len(*all) && c.err == nil; i++ {
-		if part(c, field, &(*all)[i], body); c.err != nil {
+		c.number = number
+		if part(c, &(*all)[i], of); c.err != nil {
 			c.within(fmt.Sprintf("%s[%d]", name, i))
 		}
 	}
@@ -184,8 +172,8 @@ func list[T any](c *coder, field protowire.Number, name string, most int, all *[
 
 // open begins a nested message and close ends it. Nearly all are shorter than
 // 128 bytes, so one byte is left for the length and the rest moved up if not.
-func (c *coder) open(field protowire.Number) (at int) {
-	c.b = append(protowire.AppendTag(c.b, field, protowire.BytesType), 0)
+func (c *coder) open() (at int) {
+	c.b = append(protowire.AppendTag(c.b, c.number, protowire.BytesType), 0)
 	return len(c.b)
 }
 
@@ -198,33 +186,33 @@ func (c *coder) close(at int) {
 	binary.PutUvarint(c.b[at-1:], size)
 }
 
-func number[N ~uint8 | ~uint32 | ~uint64 | ~int64](c *coder, field protowire.Number, v *N) {
+func number[N ~uint8 | ~uint32 | ~uint64 | ~int64](c *coder, v *N) {
 	switch {
-	case c.mode == writing && *v != 0:
-		c.b = protowire.AppendTag(c.b, field, protowire.VarintType)
+	case c.writes && *v != 0:
+		c.b = protowire.AppendTag(c.b, c.number, protowire.VarintType)
 		c.b = protowire.AppendVarint(c.b, uint64(*v))
-	case c.takes(field, protowire.VarintType):
+	case c.comes(protowire.VarintType):
 		*v = N(c.value)
 	}
 }
 
-func (c *coder) fixed(field protowire.Number, v *uint32) {
+func (c *coder) fixed(v *uint32) {
 	switch {
-	case c.mode == writing && *v != 0:
-		c.b = protowire.AppendTag(c.b, field, protowire.Fixed32Type)
+	case c.writes && *v != 0:
+		c.b = protowire.AppendTag(c.b, c.number, protowire.Fixed32Type)
 		c.b = protowire.AppendFixed32(c.b, *v)
-	case c.takes(field, protowire.Fixed32Type):
+	case c.comes(protowire.Fixed32Type):
 		*v = uint32(c.value)
 	}
 }
 
-// enum walks over the number of an enum, which becomes other if it does not fit a byte.
-func enum[E ~uint8](c *coder, field protowire.Number, v *E, other E) {
-	if c.takes(field, protowire.VarintType) {
+// enum is the number of an enum, which becomes other if it does not fit a byte.
+func enum[E ~uint8](c *coder, v *E, other E) {
+	if c.comes(protowire.VarintType) {
 		*v = narrow(c.value, other)
 		return
 	}
-	number(c, field, v)
+	number(c, v)
 }
 
 func narrow[E ~uint8](v uint64, other E) E {
@@ -234,31 +222,32 @@ func narrow[E ~uint8](v uint64, other E) E {
 	return E(v)
 }
 
-func (c *coder) flag(field protowire.Number, v *bool) {
+func (c *coder) flag(v *bool) {
 	switch {
-	case c.mode == writing && *v:
+	case c.writes && *v:
 		one := uint64(1)
-		number(c, field, &one)
-	case c.takes(field, protowire.VarintType):
+		number(c, &one)
+	case c.comes(protowire.VarintType):
 		*v = c.value != 0
 	}
 }
 
-// packed walks over numbers in one field, and reads them from fields of their own, too. It
+// packed are numbers in one field; it reads them from fields of their own, too. It
 // keeps at most so many.
-func packed[N uint8 | uint32 | int64](c *coder, field protowire.Number, all *[]N, most int, as func(uint64) N) {
+func packed[N uint8 | uint32 | int64](c *coder, all *[]N, most int, as func(uint64) N) {
 	switch {
-	case c.mode == writing && len(*all) > 0:
-		at := c.open(field)
+	case c.writes && len(*all) > 0:
+		at := c.open()
 		for _, n := range *all {
 			c.b = protowire.AppendVarint(c.b, uint64(n))
 		}
 		c.close(at)
-	case c.takes(field, protowire.VarintType):
+	case c.comes(protowire.VarintType):
 		if len(*all) < most {
 			*all = append(*all, as(c.value))
 		}
-	case c.takes(field, protowire.BytesType):
+	case c.comes(protowire.BytesType):
+		*all = slices.Grow(*all, max(0, min(len(c.view), most-len(*all))))
 		for b := c.view; len(b) > 0; {
 			v, n := protowire.ConsumeVarint(b)
 			if n < 0 {
@@ -274,36 +263,36 @@ func packed[N uint8 | uint32 | int64](c *coder, field protowire.Number, all *[]N
 
 func as[N uint32 | int64](v uint64) N { return N(v) }
 
-const wantID = "16 bytes, not all zero"
+const (
+	wantID = "16 bytes, not all zero"
+	noID   = "0 bytes, or zeros"
+)
 
-// id walks over the ID that a part must have.
-func (c *coder) id(field protowire.Number, name string, id *tensor.ID) {
-	switch {
-	case c.mode == writing:
-		c.append(field, id[:])
-	case c.mode == checking && id.IsZero():
-		c.fail(name, wantID, "0 bytes, or zeros")
-	default:
-		c.array(field, name, wantID, id[:])
+// id is the ID that a part must have: check says where it is missing.
+func (c *coder) id(name string, id *tensor.ID) {
+	if c.writes {
+		c.append(id[:])
+	} else {
+		c.array(name, wantID, id[:])
 	}
 }
 
-// idOrNone walks over the ID that a part may have.
-func (c *coder) idOrNone(field protowire.Number, name string, id *tensor.ID) {
-	comes := c.comes(field, protowire.BytesType) && len(c.view) > 0
-	if c.array(field, name, wantID, id[:]); comes && id.IsZero() {
+// idOrNone is the ID that a part may have.
+func (c *coder) idOrNone(name string, id *tensor.ID) {
+	comes := c.comes(protowire.BytesType) && len(c.view) > 0
+	if c.array(name, wantID, id[:]); comes && id.IsZero() {
 		c.fail(name, wantID, "zeros")
 	}
 }
 
 var zeros [len(frame.LaneToken{})]byte
 
-// array walks over bytes of a fixed length; zeros are none.
-func (c *coder) array(field protowire.Number, name, want string, v []byte) {
+// array is bytes of a fixed length; zeros are none.
+func (c *coder) array(name, want string, v []byte) {
 	switch {
-	case c.mode == writing && !bytes.Equal(v, zeros[:len(v)]):
-		c.append(field, v)
-	case c.takes(field, protowire.BytesType):
+	case c.writes && !bytes.Equal(v, zeros[:len(v)]):
+		c.append(v)
+	case c.comes(protowire.BytesType):
 		if n := len(c.view); n > 0 && n != len(v) {
 			c.fail(name, want, fmt.Sprintf("%d bytes", n))
 		}
@@ -313,27 +302,27 @@ func (c *coder) array(field protowire.Number, name, want string, v []byte) {
 	}
 }
 
-// bytes walks over bytes, of which it reads a copy.
-func (c *coder) bytes(field protowire.Number, v *[]byte) {
+// bytes is bytes, of which it reads a copy.
+func (c *coder) bytes(v *[]byte) {
 	switch {
-	case c.mode == writing && len(*v) > 0:
-		c.append(field, *v)
-	case c.takes(field, protowire.BytesType):
+	case c.writes && len(*v) > 0:
+		c.append(*v)
+	case c.comes(protowire.BytesType):
 		*v = bytes.Clone(c.view)
 	}
 }
 
-func (c *coder) append(field protowire.Number, b []byte) {
-	c.b = protowire.AppendTag(c.b, field, protowire.BytesType)
+func (c *coder) append(b []byte) {
+	c.b = protowire.AppendTag(c.b, c.number, protowire.BytesType)
 	c.b = protowire.AppendBytes(c.b, b)
 }
 
-// name walks over what identifies something, and must therefore arrive unchanged.
-func (c *coder) name(field protowire.Number, name string, s *string) {
+// name is what identifies something, and must therefore arrive unchanged.
+func (c *coder) name(name string, s *string) {
 	switch {
-	case c.mode == writing && *s != "":
-		c.string(field, name, *s)
-	case c.takes(field, protowire.BytesType):
+	case c.writes && *s != "":
+		c.string(name, *s)
+	case c.comes(protowire.BytesType):
 		if *s = string(c.view); !utf8.ValidString(*s) {
 			c.notUTF8(name)
 		}
@@ -341,30 +330,30 @@ func (c *coder) name(field protowire.Number, name string, s *string) {
 }
 
 // string writes a string.
-func (c *coder) string(field protowire.Number, name, s string) {
+func (c *coder) string(name, s string) {
 	if !utf8.ValidString(s) {
 		c.notUTF8(name)
 	}
-	c.b = protowire.AppendTag(c.b, field, protowire.BytesType)
+	c.b = protowire.AppendTag(c.b, c.number, protowire.BytesType)
 	c.b = protowire.AppendString(c.b, s)
 }
 
 func (c *coder) notUTF8(name string) { c.fail(name, "UTF-8", "bytes that are not") }
 
-// text walks over what people read. Bytes that are no text are replaced when it is sent,
+// text is what people read. Bytes that are no text are replaced when it is sent,
 // and no error is so long that it would not fit a frame.
-func (c *coder) text(field protowire.Number, name string, s *string) {
-	if c.mode == writing {
+func (c *coder) text(name string, s *string) {
+	if c.writes {
 		sent := Text(*s)
 		s = &sent
 	}
-	c.name(field, name, s)
+	c.name(name, s)
 }
 
-// reason walks over a reason; a text that is not one is none.
-func (c *coder) reason(field protowire.Number, r *reason.Reason) {
+// reason is a reason; a text that is not one is none.
+func (c *coder) reason(r *reason.Reason) {
 	text := string(reason.Parse(string(*r)))
-	c.name(field, "reason", &text)
+	c.name("reason", &text)
 	*r = reason.Parse(text)
 }
 
@@ -374,21 +363,25 @@ func Text(s string) string {
 	return strings.ToValidUTF8(frame.Clip(s, frame.TextBytes), "?")
 }
 
-// entries walks over parameters or metadata.
-func (c *coder) entries(field protowire.Number, name string, m *map[string]string) {
+// entries are parameters or metadata.
+func (c *coder) entries(name string, m *map[string]string) {
+	number := c.number
 	switch {
-	case c.mode == writing && len(*m) > 0:
+	case c.writes && len(*m) > 0:
 		for _, k := range slices.Sorted(maps.Keys(*m)) {
-			at := c.open(field)
-			c.string(1, name, k)
-			c.string(2, name, (*m)[k])
+			c.number = number
+			at := c.open()
+			for i, text := range []string{k, (*m)[k]} {
+				c.number = protowire.Number(1 + i)
+				c.string(name, text)
+			}
 			c.close(at)
 		}
-	case c.comes(field, protowire.BytesType):
+	case c.comes(protowire.BytesType):
 		var pair [2]string
-		part(c, field, &pair, func(c *coder, pair *[2]string) {
-			c.name(1, name, &pair[0])
-			c.name(2, name, &pair[1])
+		read(c, c.view, &pair, fields[[2]string]{
+			1: func(c *coder, pair *[2]string) { c.name(name, &pair[0]) },
+			2: func(c *coder, pair *[2]string) { c.name(name, &pair[1]) },
 		})
 		if *m == nil {
 			*m = make(map[string]string)
@@ -397,16 +390,16 @@ func (c *coder) entries(field protowire.Number, name string, m *map[string]strin
 	}
 }
 
-// payload walks over the payload of a chunk. It announces what the caller appends, and
+// payload is the payload of a chunk. It announces what the caller appends, and
 // shares what it reads.
-func (c *coder) payload(field protowire.Number, v *frame.Chunk) {
+func (c *coder) payload(v *frame.Chunk) {
 	switch {
-	case c.mode == writing:
+	case c.writes:
 		if c.follows = v.Len(); c.follows > 0 {
-			c.b = protowire.AppendTag(c.b, field, protowire.BytesType)
+			c.b = protowire.AppendTag(c.b, c.number, protowire.BytesType)
 			c.b = protowire.AppendVarint(c.b, uint64(c.follows))
 		}
-	case c.takes(field, protowire.BytesType):
+	case c.comes(protowire.BytesType):
 		if v.Data = v.Data[:0]; len(c.view) > 0 {
 			v.Data = append(v.Data, c.view)
 		}

@@ -43,22 +43,23 @@ func (m *Message) parse(data mem.BufferSlice) (err error) {
 			return err
 		}
 		c.hasChunk = l.parts < size
-		read(c, head[:l.parts], f, (*coder).frame)
+		read(c, head[:l.parts], f, frameFields)
 		if c.err == nil {
-			read(c, head[l.chunk:l.fields], &f.Chunk, (*coder).chunk)
+			read(c, head[l.chunk:l.fields], &f.Chunk, chunkFields)
 			c.within("chunk")
 		}
 		m.share(data, l.payload)
 	} else {
 		head = data.Materialize()
-		read(c, head, f, func(c *coder, f *frame.Frame) { nested(c, fieldChunk, "chunk", &f.Chunk, (*coder).chunk) })
+		read(c, head, f, fields[frame.Frame]{fieldChunk: frameFields[fieldChunk]})
 		if err := checkControl(size - f.Chunk.Len()); c.err == nil && err != nil {
 			return err
 		}
-		read(c, head, f, (*coder).frame)
+		read(c, head, f, frameFields)
 	}
-	c.mode = checking
-	c.frame(f)
+	if c.err == nil {
+		c.check(f)
+	}
 	return c.failed("frame")
 }
 
@@ -122,8 +123,8 @@ func last(head []byte, from, size int, field protowire.Number) (before, begin in
 func (m *Message) marshal() (mem.BufferSlice, error) {
 	c, n := &m.coder, m.Frame.Chunk.Len()
 	defer c.reset()
-	c.mode = writing
-	c.frame(&m.Frame)
+	c.writes = true
+	write(c, &m.Frame, frameFields)
 	if err := c.failed("frame"); err != nil {
 		return nil, err
 	}

@@ -1,6 +1,7 @@
 package wire
 
 import (
+	"fmt"
 	"math"
 
 	"google.golang.org/protobuf/encoding/protowire"
@@ -18,172 +19,236 @@ const (
 // The parts of a frame, with their fields by number, for both directions. Numbers out of
 // range are the stream machine's to refuse, by failing one call or tensor.
 
-func (c *coder) frame(f *frame.Frame) {
-	optional(c, 1, "hello", &f.Hello, (*coder).hello)
-	list(c, 2, "calls", MaxCalls, &f.Calls, (*coder).call)
-	list(c, 3, "descs", MaxParts, &f.Descs, (*coder).desc)
-	list(c, 4, "credits", MaxParts, &f.Credits, (*coder).credit)
-	list(c, 5, "acks", MaxParts, &f.Acks, (*coder).ack)
-	list(c, 6, "cancels", MaxParts, &f.Cancels, (*coder).cancel)
-	list(c, 7, "failures", MaxParts, &f.Failures, (*coder).failure)
-	list(c, 8, "dones", MaxParts, &f.Dones, (*coder).done)
-	optional(c, 9, "drain", &f.Drain, (*coder).drain)
-	list(c, 11, "ends", MaxParts, &f.Ends, (*coder).end)
-	list(c, 14, "summaries", MaxParts, &f.Summaries, (*coder).summary)
-	c.hasChunk = c.hasChunk || f.HasChunk() || c.comes(fieldChunk, protowire.BytesType)
-	if c.hasChunk {
-		nested(c, fieldChunk, "chunk", &f.Chunk, (*coder).chunk)
-	}
+var frameFields = fields[frame.Frame]{
+	1:  func(c *coder, f *frame.Frame) { optional(c, "hello", &f.Hello, helloFields) },
+	2:  func(c *coder, f *frame.Frame) { list(c, "calls", MaxCalls, &f.Calls, callFields) },
+	3:  func(c *coder, f *frame.Frame) { list(c, "descs", MaxParts, &f.Descs, descFields) },
+	4:  func(c *coder, f *frame.Frame) { list(c, "credits", MaxParts, &f.Credits, creditFields) },
+	5:  func(c *coder, f *frame.Frame) { list(c, "acks", MaxParts, &f.Acks, ackFields) },
+	6:  func(c *coder, f *frame.Frame) { list(c, "cancels", MaxParts, &f.Cancels, cancelFields) },
+	7:  func(c *coder, f *frame.Frame) { list(c, "failures", MaxParts, &f.Failures, failureFields) },
+	8:  func(c *coder, f *frame.Frame) { list(c, "dones", MaxParts, &f.Dones, doneFields) },
+	9:  func(c *coder, f *frame.Frame) { optional(c, "drain", &f.Drain, drainFields) },
+	11: func(c *coder, f *frame.Frame) { list(c, "ends", MaxParts, &f.Ends, endFields) },
+	14: func(c *coder, f *frame.Frame) { list(c, "summaries", MaxParts, &f.Summaries, summaryFields) },
+	fieldChunk: func(c *coder, f *frame.Frame) {
+		if c.hasChunk = c.hasChunk || c.comes(protowire.BytesType) || f.HasChunk(); c.hasChunk {
+			nested(c, "chunk", &f.Chunk, chunkFields)
+		}
+	},
 }
 
-func (c *coder) hello(h *frame.Hello) {
-	number(c, 1, &h.Version)
-	c.id(2, "session_id", &h.Session)
-	number(c, 3, &h.MaxChunkBytes)
-	number(c, 4, &h.AllowanceBytes)
-	enum(c, 5, &h.Checksum, 0)
-	number(c, 6, &h.MaxOpenTensors)
-	packed(c, 7, &h.Codecs, frame.HelloCodecs, codecOf)
-	number(c, 8, &h.Lanes)
-	c.array(9, "lane_token", "32 bytes, or none", h.LaneToken[:])
-	number(c, 10, &h.ChunkIdleMillis)
-	c.flag(11, &h.Stores)
-	number(c, 12, &h.LanesAtOnce)
-	c.flag(13, &h.Sequences)
+var helloFields = fields[frame.Hello]{
+	1:  func(c *coder, h *frame.Hello) { number(c, &h.Version) },
+	2:  func(c *coder, h *frame.Hello) { c.id("session_id", &h.Session) },
+	3:  func(c *coder, h *frame.Hello) { number(c, &h.MaxChunkBytes) },
+	4:  func(c *coder, h *frame.Hello) { number(c, &h.AllowanceBytes) },
+	5:  func(c *coder, h *frame.Hello) { enum(c, &h.Checksum, 0) },
+	6:  func(c *coder, h *frame.Hello) { number(c, &h.MaxOpenTensors) },
+	7:  func(c *coder, h *frame.Hello) { packed(c, &h.Codecs, frame.HelloCodecs, codecOf) },
+	8:  func(c *coder, h *frame.Hello) { number(c, &h.Lanes) },
+	9:  func(c *coder, h *frame.Hello) { c.array("lane_token", "32 bytes, or none", h.LaneToken[:]) },
+	10: func(c *coder, h *frame.Hello) { number(c, &h.ChunkIdleMillis) },
+	11: func(c *coder, h *frame.Hello) { c.flag(&h.Stores) },
+	12: func(c *coder, h *frame.Hello) { number(c, &h.LanesAtOnce) },
+	13: func(c *coder, h *frame.Hello) { c.flag(&h.Sequences) },
 }
 
-func (c *coder) call(v *frame.Call) {
-	c.id(1, "id", &v.ID)
-	c.name(2, "model", &v.Model)
-	list(c, 3, "inputs", MaxCalls, &v.Inputs, (*coder).binding)
-	c.entries(4, "params", &v.Params)
-	number(c, 5, &v.TimeoutMillis)
-	optional(c, 6, "put", &v.Put, (*coder).put)
-	optional(c, 7, "get", &v.Get, (*coder).get)
-	optional(c, 8, "sequence", &v.Sequence, (*coder).sequence)
+var callFields = fields[frame.Call]{
+	1: func(c *coder, v *frame.Call) { c.id("id", &v.ID) },
+	2: func(c *coder, v *frame.Call) { c.name("model", &v.Model) },
+	3: func(c *coder, v *frame.Call) { list(c, "inputs", MaxCalls, &v.Inputs, bindingFields) },
+	4: func(c *coder, v *frame.Call) { c.entries("params", &v.Params) },
+	5: func(c *coder, v *frame.Call) { number(c, &v.TimeoutMillis) },
+	6: func(c *coder, v *frame.Call) { optional(c, "put", &v.Put, putFields) },
+	7: func(c *coder, v *frame.Call) { optional(c, "get", &v.Get, getFields) },
+	8: func(c *coder, v *frame.Call) { optional(c, "sequence", &v.Sequence, sequenceFields) },
 }
 
-func (c *coder) sequence(q *frame.Sequence) {
-	c.id(1, "id", &q.ID)
-	number(c, 2, &q.MaxRows)
-	c.flag(3, &q.End)
+var sequenceFields = fields[frame.Sequence]{
+	1: func(c *coder, q *frame.Sequence) { c.id("id", &q.ID) },
+	2: func(c *coder, q *frame.Sequence) { number(c, &q.MaxRows) },
+	3: func(c *coder, q *frame.Sequence) { c.flag(&q.End) },
 }
 
-func (c *coder) put(p *frame.Put) { c.flag(1, &p.All) }
-
-func (c *coder) get(g *frame.Get) {
-	list(c, 1, "selections", math.MaxInt, &g.Selections, (*coder).selection)
-	c.flag(2, &g.More)
+var putFields = fields[frame.Put]{
+	1: func(c *coder, p *frame.Put) { c.flag(&p.All) },
 }
 
-func (c *coder) selection(s *frame.Selection) {
-	c.name(1, "name", &s.Name)
-	c.flag(2, &s.Source)
-	c.entries(3, "params", &s.Params)
-	list(c, 4, "held", math.MaxInt, &s.Held, (*coder).extent)
-	c.bytes(5, &s.HeldDigest)
+var getFields = fields[frame.Get]{
+	1: func(c *coder, g *frame.Get) { list(c, "selections", math.MaxInt, &g.Selections, selectionFields) },
+	2: func(c *coder, g *frame.Get) { c.flag(&g.More) },
 }
 
-func (c *coder) extent(r *frame.Range) {
-	number(c, 1, &r.Off)
-	number(c, 2, &r.Len)
+var selectionFields = fields[frame.Selection]{
+	1: func(c *coder, s *frame.Selection) { c.name("name", &s.Name) },
+	2: func(c *coder, s *frame.Selection) { c.flag(&s.Source) },
+	3: func(c *coder, s *frame.Selection) { c.entries("params", &s.Params) },
+	4: func(c *coder, s *frame.Selection) { list(c, "held", math.MaxInt, &s.Held, extentFields) },
+	5: func(c *coder, s *frame.Selection) { c.bytes(&s.HeldDigest) },
 }
 
-func (c *coder) binding(b *frame.Binding) {
-	c.name(1, "port", &b.Port)
-	c.id(2, "tensor_id", &b.Tensor)
+var extentFields = fields[frame.Range]{
+	1: func(c *coder, r *frame.Range) { number(c, &r.Off) },
+	2: func(c *coder, r *frame.Range) { number(c, &r.Len) },
 }
 
-func (c *coder) desc(d *frame.Desc) {
-	c.id(1, "tensor_id", &d.Tensor)
-	enum(c, 2, &d.DType, 0)
+var bindingFields = fields[frame.Binding]{
+	1: func(c *coder, b *frame.Binding) { c.name("port", &b.Port) },
+	2: func(c *coder, b *frame.Binding) { c.id("tensor_id", &b.Tensor) },
+}
+
+var descFields = fields[frame.Desc]{
+	1: func(c *coder, d *frame.Desc) { c.id("tensor_id", &d.Tensor) },
+	2: func(c *coder, d *frame.Desc) { enum(c, &d.DType, 0) },
 	// Of too many dimensions enough are kept to refuse them: 60 KB of ones in a frame are
 	// half a megabyte here.
-	packed(c, 3, (*[]int64)(&d.Shape), tensor.MaxRank+1, as[int64])
-	number(c, 4, &d.SizeBytes)
-	number(c, 5, &d.ChunkBytes)
-	c.idOrNone(6, "call_id", &d.Call) // a tensor of PushTensors belongs to no call
-	c.name(7, "port", &d.Port)
-	c.name(8, "name", &d.Name)
-	c.entries(9, "metadata", &d.Metadata)
-	c.flag(10, &d.OnAllowance)
-	number(c, 11, &d.RetainChunks)
-	c.flag(12, &d.Held)
+	3:  func(c *coder, d *frame.Desc) { packed(c, (*[]int64)(&d.Shape), tensor.MaxRank+1, as[int64]) },
+	4:  func(c *coder, d *frame.Desc) { number(c, &d.SizeBytes) },
+	5:  func(c *coder, d *frame.Desc) { number(c, &d.ChunkBytes) },
+	6:  func(c *coder, d *frame.Desc) { c.idOrNone("call_id", &d.Call) }, // a tensor of PushTensors belongs to no call
+	7:  func(c *coder, d *frame.Desc) { c.name("port", &d.Port) },
+	8:  func(c *coder, d *frame.Desc) { c.name("name", &d.Name) },
+	9:  func(c *coder, d *frame.Desc) { c.entries("metadata", &d.Metadata) },
+	10: func(c *coder, d *frame.Desc) { c.flag(&d.OnAllowance) },
+	11: func(c *coder, d *frame.Desc) { number(c, &d.RetainChunks) },
+	12: func(c *coder, d *frame.Desc) { c.flag(&d.Held) },
 }
 
-func (c *coder) credit(v *frame.Credit) {
-	c.id(1, "tensor_id", &v.Tensor)
-	number(c, 2, &v.Limit)
+var creditFields = fields[frame.Credit]{
+	1: func(c *coder, v *frame.Credit) { c.id("tensor_id", &v.Tensor) },
+	2: func(c *coder, v *frame.Credit) { number(c, &v.Limit) },
 }
 
-func (c *coder) ack(a *frame.Ack) {
-	c.id(1, "tensor_id", &a.Tensor)
-	number(c, 2, &a.Below)
-	packed(c, 3, &a.Beyond, 2*frame.AckPairs+1, as[uint32]) // enough to refuse them
-	packed(c, 5, &a.Resend, math.MaxInt, as[uint32])
+var ackFields = fields[frame.Ack]{
+	1: func(c *coder, a *frame.Ack) { c.id("tensor_id", &a.Tensor) },
+	2: func(c *coder, a *frame.Ack) { number(c, &a.Below) },
+	3: func(c *coder, a *frame.Ack) { packed(c, &a.Beyond, 2*frame.AckPairs+1, as[uint32]) }, // enough to refuse them
+	5: func(c *coder, a *frame.Ack) { packed(c, &a.Resend, math.MaxInt, as[uint32]) },
 }
 
-func (c *coder) cancel(id *tensor.ID) { c.id(1, "call_id", id) }
-
-func (c *coder) failure(f *frame.Failure) {
-	c.id(1, "tensor_id", &f.Tensor)
-	number(c, 2, &f.Code)
-	c.text(3, "message", &f.Message)
-	c.reason(4, &f.Reason)
+var cancelFields = fields[tensor.ID]{
+	1: func(c *coder, id *tensor.ID) { c.id("call_id", id) },
 }
 
-func (c *coder) done(d *frame.Done) {
-	c.id(1, "call_id", &d.Call)
-	number(c, 2, &d.Code)
-	c.text(3, "message", &d.Message)
-	list(c, 4, "outputs", MaxCalls, &d.Outputs, (*coder).binding)
-	if c.mode == reading || d.Timings != (frame.Timings{}) {
-		nested(c, 5, "timings", &d.Timings, (*coder).timings)
+var failureFields = fields[frame.Failure]{
+	1: func(c *coder, f *frame.Failure) { c.id("tensor_id", &f.Tensor) },
+	2: func(c *coder, f *frame.Failure) { number(c, &f.Code) },
+	3: func(c *coder, f *frame.Failure) { c.text("message", &f.Message) },
+	4: func(c *coder, f *frame.Failure) { c.reason(&f.Reason) },
+}
+
+var doneFields = fields[frame.Done]{
+	1: func(c *coder, d *frame.Done) { c.id("call_id", &d.Call) },
+	2: func(c *coder, d *frame.Done) { number(c, &d.Code) },
+	3: func(c *coder, d *frame.Done) { c.text("message", &d.Message) },
+	4: func(c *coder, d *frame.Done) { list(c, "outputs", MaxCalls, &d.Outputs, bindingFields) },
+	5: func(c *coder, d *frame.Done) {
+		if !c.writes || d.Timings != (frame.Timings{}) {
+			nested(c, "timings", &d.Timings, timingsFields)
+		}
+	},
+	6: func(c *coder, d *frame.Done) { number(c, &d.RetryAfterMillis) },
+	7: func(c *coder, d *frame.Done) { c.flag(&d.Refused) },
+	8: func(c *coder, d *frame.Done) { c.reason(&d.Reason) },
+	9: func(c *coder, d *frame.Done) { number(c, &d.Rows) },
+}
+
+var timingsFields = fields[frame.Timings]{
+	1: func(c *coder, t *frame.Timings) { number(c, &t.Receive) },
+	2: func(c *coder, t *frame.Timings) { number(c, &t.Queue) },
+	3: func(c *coder, t *frame.Timings) { number(c, &t.H2D) },
+	4: func(c *coder, t *frame.Timings) { number(c, &t.Compute) },
+	5: func(c *coder, t *frame.Timings) { number(c, &t.D2H) },
+	6: func(c *coder, t *frame.Timings) { number(c, &t.FirstResult) },
+	7: func(c *coder, t *frame.Timings) { number(c, &t.Total) },
+}
+
+var drainFields = fields[frame.Drain]{
+	1: func(c *coder, d *frame.Drain) { c.text("reason", &d.Reason) },
+}
+
+var endFields = fields[frame.End]{
+	1: func(c *coder, e *frame.End) { c.id("call_id", &e.Call) },
+	2: func(c *coder, e *frame.End) { number(c, &e.Tensors) },
+}
+
+var summaryFields = fields[frame.Summary]{
+	1:  func(c *coder, s *frame.Summary) { c.id("tensor_id", &s.Tensor) },
+	2:  func(c *coder, s *frame.Summary) { c.name("name", &s.Name) },
+	3:  func(c *coder, s *frame.Summary) { number(c, &s.Code) },
+	4:  func(c *coder, s *frame.Summary) { c.text("message", &s.Message) },
+	5:  func(c *coder, s *frame.Summary) { number(c, &s.SizeBytes) },
+	6:  func(c *coder, s *frame.Summary) { c.array("digest", "16 bytes, or none", s.Digest[:]) },
+	7:  func(c *coder, s *frame.Summary) { c.flag(&s.Durable) },
+	8:  func(c *coder, s *frame.Summary) { number(c, &s.RetryAfterMillis) },
+	9:  func(c *coder, s *frame.Summary) { c.idOrNone("call_id", &s.Call) }, // outside a session it belongs to no call
+	10: func(c *coder, s *frame.Summary) { number(c, &s.Evicted) },
+	11: func(c *coder, s *frame.Summary) { number(c, &s.EvictedBytes) },
+	12: func(c *coder, s *frame.Summary) { c.reason(&s.Reason) },
+}
+
+var chunkFields = fields[frame.Chunk]{
+	1:         func(c *coder, v *frame.Chunk) { c.id("tensor_id", &v.Tensor) },
+	2:         func(c *coder, v *frame.Chunk) { number(c, &v.Index) },
+	3:         func(c *coder, v *frame.Chunk) { enum(c, &v.Codec, unknownCodec) },
+	4:         func(c *coder, v *frame.Chunk) { c.fixed(&v.Sum) },
+	fieldData: func(c *coder, v *frame.Chunk) { c.payload(v) },
+}
+
+// check looks whether the parts of a frame have their IDs, as a message that was read has only once all
+// of it was.
+func (c *coder) check(f *frame.Frame) {
+	if f.Hello != nil && f.Hello.Session.IsZero() {
+		c.missing("hello.session_id")
 	}
-	number(c, 6, &d.RetryAfterMillis)
-	c.flag(7, &d.Refused)
-	c.reason(8, &d.Reason)
-	number(c, 9, &d.Rows)
+	for i := range f.Calls {
+		p := &f.Calls[i]
+		if p.ID.IsZero() {
+			c.missing("calls[%d].id", i)
+		}
+		c.bindings(p.Inputs, "calls[%d].inputs", i)
+		if p.Sequence != nil && p.Sequence.ID.IsZero() {
+			c.missing("calls[%d].sequence.id", i)
+		}
+	}
+	for i := range f.Dones {
+		if f.Dones[i].Call.IsZero() {
+			c.missing("dones[%d].call_id", i)
+		}
+		c.bindings(f.Dones[i].Outputs, "dones[%d].outputs", i)
+	}
+	each(c, f.Descs, "descs[%d].tensor_id", func(d *frame.Desc) *tensor.ID { return &d.Tensor })
+	each(c, f.Credits, "credits[%d].tensor_id", func(p *frame.Credit) *tensor.ID { return &p.Tensor })
+	each(c, f.Acks, "acks[%d].tensor_id", func(a *frame.Ack) *tensor.ID { return &a.Tensor })
+	each(c, f.Cancels, "cancels[%d].call_id", func(id *tensor.ID) *tensor.ID { return id })
+	each(c, f.Failures, "failures[%d].tensor_id", func(p *frame.Failure) *tensor.ID { return &p.Tensor })
+	each(c, f.Ends, "ends[%d].call_id", func(e *frame.End) *tensor.ID { return &e.Call })
+	each(c, f.Summaries, "summaries[%d].tensor_id", func(p *frame.Summary) *tensor.ID { return &p.Tensor })
+	if c.hasChunk && f.Chunk.Tensor.IsZero() {
+		c.missing("chunk.tensor_id")
+	}
 }
 
-func (c *coder) timings(t *frame.Timings) {
-	number(c, 1, &t.Receive)
-	number(c, 2, &t.Queue)
-	number(c, 3, &t.H2D)
-	number(c, 4, &t.Compute)
-	number(c, 5, &t.D2H)
-	number(c, 6, &t.FirstResult)
-	number(c, 7, &t.Total)
+func (c *coder) bindings(all []frame.Binding, path string, part int) {
+	for i := range all {
+		if all[i].Tensor.IsZero() {
+			c.missing(path+"[%d].tensor_id", part, i)
+		}
+	}
 }
 
-func (c *coder) drain(d *frame.Drain) { c.text(1, "reason", &d.Reason) }
-
-func (c *coder) end(e *frame.End) {
-	c.id(1, "call_id", &e.Call)
-	number(c, 2, &e.Tensors)
+// each looks whether each part has an ID.
+func each[T any](c *coder, all []T, path string, id func(*T) *tensor.ID) {
+	for i := range all {
+		if id(&all[i]).IsZero() {
+			c.missing(path, i)
+		}
+	}
 }
 
-func (c *coder) summary(s *frame.Summary) {
-	c.id(1, "tensor_id", &s.Tensor)
-	c.name(2, "name", &s.Name)
-	number(c, 3, &s.Code)
-	c.text(4, "message", &s.Message)
-	number(c, 5, &s.SizeBytes)
-	c.array(6, "digest", "16 bytes, or none", s.Digest[:])
-	c.flag(7, &s.Durable)
-	number(c, 8, &s.RetryAfterMillis)
-	c.idOrNone(9, "call_id", &s.Call) // outside a session it belongs to no call
-	number(c, 10, &s.Evicted)
-	number(c, 11, &s.EvictedBytes)
-	c.reason(12, &s.Reason)
-}
-
-func (c *coder) chunk(v *frame.Chunk) {
-	c.id(1, "tensor_id", &v.Tensor)
-	number(c, 2, &v.Index)
-	enum(c, 3, &v.Codec, unknownCodec)
-	c.fixed(4, &v.Sum)
-	c.payload(fieldData, v)
+func (c *coder) missing(path string, parts ...any) {
+	c.fail(fmt.Sprintf(path, parts...), wantID, noID)
 }
 
 // unknownCodec is a number that no codec has; 0 is codec.None.
