@@ -39,6 +39,7 @@ _FLOATS = ("float32", "float64", "float16", "bfloat16")
 # reader of weights alone knows no floats.
 _threads = getattr(torch.autograd, "set_multithreading_enabled", lambda mode: contextlib.nullcontext())
 _TORCH2 = hasattr(torch.autograd, "set_multithreading_enabled")
+_NOTHING = torch.empty(0)
 _MODIFIED = "the module modifies in place what a backward pass needs"
 _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
@@ -74,7 +75,7 @@ class Trainer:
         self.module = module
         self.optimizer: Optional[torch.optim.Optimizer] = None
         self.said: Any = None  # what it was made of
-        self.options = ""  # that it has
+        self.options: Any = None  # that it has
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.forward(*inputs, **named)
@@ -95,7 +96,7 @@ class Trainer:
 
     def prepare(self, options: Mapping[str, Any]) -> None:
         """Has the optimizer be as options say, or raises and leaves it as it was. A step of another kind needs none."""
-        if type(self).step is not Trainer.step or self.options == (text := json.dumps(options)):
+        if type(self).step is not Trainer.step or self.options == options:
             return
         groups = [dict(g) for g in options["groups"]]
         said = (options["optimizer"], [g.pop("params", None) for g in groups])
@@ -105,7 +106,7 @@ class Trainer:
         assert self.optimizer is not None
         for have, new in zip(self.optimizer.param_groups, made.param_groups):
             have.update({name: value for name, value in new.items() if name != "params"})
-        self.options = text
+        self.options = options
 
     def made(self, said: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """An optimizer of the kind and for the parameters of said."""
@@ -146,7 +147,7 @@ class Trainer:
         if state["optimizer"] is not None:
             made = self.made(state["said"], [{} for _ in state["said"][1]])
             made.load_state_dict(state["optimizer"])
-        self.optimizer, self.said, self.options = made, state["said"], ""
+        self.optimizer, self.said, self.options = made, state["said"], None
 
 
 @dataclasses.dataclass
@@ -478,7 +479,7 @@ class Training:
         self.passes += not alone
         if not take and call.cancelled and not alone:  # whoever does not hear of a step asks for it
             self.void = "a backward pass was cancelled"
-        answer = {name: torch.empty(0) for name in self.inputs}  # of those that were left out, too
+        answer = dict.fromkeys(self.inputs, _NOTHING)  # of those that were left out, too
         answer.update({name: _travels(_gradient(x, absent), graph.wire) for name, x in graph.inputs.items()})
         for x in graph.inputs.values():
             x.grad = None
