@@ -282,6 +282,7 @@ func (p *workers) late(s *seat) {
 func (p *workers) compute(s *seat) (long bool) {
 	err := context.Cause(s.work.Context())
 	if err == nil {
+		watched()
 		err = call(s)
 	}
 	s.work.Done(err, blocks.Times{Compute: time.Since(s.begin)})

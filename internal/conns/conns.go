@@ -20,6 +20,7 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/inbound"
 	"github.com/tensorferry/tensorferry/internal/lane"
+	"github.com/tensorferry/tensorferry/internal/link"
 	"github.com/tensorferry/tensorferry/internal/wire"
 )
 
@@ -284,6 +285,7 @@ func (h handshakes) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 			return nil, nil, err
 		}
 	}
+	one.Conn = link.Brief(one.Conn) // no lane: those write in pieces
 	one.Inbound = s.cfg.Memory.Conn(one.secured, first, h.message, func() bool { return one.Calls() > 0 })
 	one.Inbound.Closing = one.closing
 	return one.Inbound, one.Info, nil

@@ -87,7 +87,7 @@ var layers = map[string][]string{
 	"internal/failures":      {"engine", "frame", "internal/admission", "reason", "slab", "tensor", "terms"},
 	"internal/serving":       {"codec", "engine", "frame", "internal/admission", "internal/failures", "internal/metrics", "internal/session", "reason", "slab", "stream", "tensor", "terms"},
 
-	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/session", "internal/wire"},
+	"internal/conns":   {"frame", "internal/admission", "internal/inbound", "internal/lane", "internal/link", "internal/session", "internal/wire"},
 	"internal/storing": {"codec", "engine", "frame", "internal/admission", "internal/background", "internal/failures", "internal/fault", "internal/glob", "internal/serving", "internal/session", "reason", "slab", "store", "stream", "tensor", "terms"},
 
 	"server": {"api/tensorferry/v1", "codec", "engine", "frame", "identity", "internal/admission", "internal/conns", "internal/failures", "internal/inbound", "internal/metrics", "internal/serving", "internal/session", "internal/storing", "internal/wire", "reason", "slab", "store", "stream", "tensor", "terms"},

@@ -26,15 +26,15 @@ import (
 
 // Conn is a link to one guest.
 type Conn struct {
-	socket *net.UnixConn
-	raw    syscall.RawConn // the same
-	cfg    Config
-	shut   func() // Close, once
-	packet []byte // of Recv
-	ctx    context.Context
-	cancel context.CancelFunc
-	ending sync.WaitGroup // of what tells, and the takes that wait
-	takes  atomic.Int32
+	conn    *net.UnixConn
+	*socket // the same
+	cfg     Config
+	shut    func() // Close, once
+	packet  []byte // of Recv
+	ctx     context.Context
+	cancel  context.CancelFunc
+	ending  sync.WaitGroup // of what tells, and the takes that wait
+	takes   atomic.Int32
 
 	sending sync.Mutex          // one message at a time
 	out     []byte              // guarded by sending
@@ -95,12 +95,12 @@ func (b *Block) Release() {
 
 // New returns a link over a socket, which is handed over. A goroutine tells the guest
 // of memory until Close.
-func New(socket *net.UnixConn, cfg Config) *Conn {
+func New(conn *net.UnixConn, cfg Config) *Conn {
 	c := &Conn{
-		socket: socket, cfg: cfg, packet: make([]byte, PacketBytes+1), known: make(map[uint32]struct{}),
+		conn: conn, cfg: cfg, packet: make([]byte, PacketBytes+1), known: make(map[uint32]struct{}),
 		wake: make(chan struct{}, 1), owned: make(map[Range]*Block),
 	}
-	c.raw, _ = socket.SyscallConn() // it fails without a socket
+	c.socket, _ = socketOf(conn) // it fails without a socket
 	c.shut = sync.OnceFunc(c.end)
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	cfg.Heap.attach(c)
@@ -121,7 +121,7 @@ func (c *Conn) end() {
 	c.cfg.Heap.detach(c)
 	c.cancel()
 	c.Shutdown()
-	_ = c.socket.Close()
+	_ = c.conn.Close()
 	c.ending.Wait()
 	for _, b := range owned {
 		b.Release()
@@ -130,15 +130,15 @@ func (c *Conn) end() {
 
 // Shutdown ends the socket, and so Recv and Send.
 func (c *Conn) Shutdown() {
-	_ = c.socket.CloseRead() // they fail where it has ended
-	_ = c.socket.CloseWrite()
+	_ = c.conn.CloseRead() // they fail where it has ended
+	_ = c.conn.CloseWrite()
 }
 
 // Recv returns the next message that is not about memory, with its JSON, long or not. io.EOF is the end of the
 // guest. After any error the link is of no use: close it.
 func (c *Conn) Recv() (Message, error) {
 	for {
-		n, err := receive(c.raw, c.packet)
+		n, err := c.receive(c.packet)
 		switch {
 		case errors.Is(err, io.EOF), errors.Is(err, net.ErrClosed), errors.Is(err, syscall.ECONNRESET): // reset: it left messages unread
 			return nil, io.EOF
@@ -217,12 +217,12 @@ func (c *Conn) send(m Message, wait bool) error {
 		if err != nil {
 			return err
 		}
-		if err = sendPacket(c.raw, about, fd, wait); err != nil {
+		if err = c.sendPacket(about, fd, !wait); err != nil {
 			return fmt.Errorf("link: %w", err)
 		}
 		c.known[number] = struct{}{}
 	}
-	if err := sendPacket(c.raw, packet, noFD, wait); err != nil {
+	if err := c.sendPacket(packet, noFD, !wait); err != nil {
 		return fmt.Errorf("link: %w", err)
 	}
 	return nil

@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync"
 	"syscall"
 	"unsafe"
 
@@ -78,18 +79,76 @@ func FromFD(fd int) (*net.UnixConn, error) {
 // noFD stands for no descriptor.
 const noFD = -1
 
-// sendPacket sends a packet and, unless it is noFD, a descriptor. If it does not wait for
-// room in the socket, it is errFull that there is none.
-func sendPacket(raw syscall.RawConn, packet []byte, fd int, wait bool) (err error) {
+// socket moves bytes of a socket. The runtime does not hear of its system calls: it would wake its monitor,
+// which then wakes itself every 20 µs, and takes a quarter of the time of a small call.
+type socket struct {
+	raw     syscall.RawConn
+	in, out direction
+}
+
+// direction is one of a socket's.
+type direction struct {
+	wait func(try func(fd uintptr) (done bool)) error // until try, which is made once, is done
+	try  func(fd uintptr) bool
+	call uintptr
+
+	mu     sync.Mutex // guards all below
+	p      []byte
+	moved  int
+	why    syscall.Errno
+	atOnce bool // what would wait fails
+}
+
+func socketOf(c syscall.Conn) (*socket, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	s := &socket{raw: raw, in: direction{wait: raw.Read, call: unix.SYS_RECVFROM}, out: direction{wait: raw.Write, call: unix.SYS_SENDTO}}
+	s.in.try, s.out.try = s.in.move, s.out.move
+	return s, nil
+}
+
+func (d *direction) move(fd uintptr) (done bool) {
+	for d.why = unix.EINTR; d.why == unix.EINTR; {
+		var n uintptr
+		n, _, d.why = syscall.RawSyscall6(d.call, fd, uintptr(unsafe.Pointer(unsafe.SliceData(d.p))), uintptr(len(d.p)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
+		d.moved = int(n)
+	}
+	return d.atOnce || d.why != unix.EAGAIN
+}
+
+// transfer receives p or sends it. If that would wait and is not to, it fails with errFull.
+func (d *direction) transfer(p []byte, atOnce bool) (int, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.p, d.atOnce = p, atOnce
+	bad := d.wait(d.try)
+	d.p = nil
+	switch {
+	case bad != nil:
+		return 0, bad
+	case d.why == unix.EAGAIN:
+		return 0, errFull
+	case d.why != 0:
+		return 0, d.why
+	case d.moved == 0 && len(p) > 0:
+		return 0, io.EOF
+	}
+	return d.moved, nil
+}
+
+// sendPacket sends a packet and, unless it is noFD, a descriptor.
+func (s *socket) sendPacket(packet []byte, fd int, atOnce bool) (err error) {
 	if fd == noFD {
-		_, err = transfer(raw.Write, unix.SYS_SENDTO, packet, wait)
+		_, err = s.out.transfer(packet, atOnce)
 		return err
 	}
-	bad := raw.Write(func(socket uintptr) bool {
+	bad := s.raw.Write(func(to uintptr) bool {
 		for err = unix.EINTR; errors.Is(err, unix.EINTR); {
-			err = unix.Sendmsg(int(socket), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
+			err = unix.Sendmsg(int(to), packet, unix.UnixRights(fd), nil, unix.MSG_NOSIGNAL)
 		}
-		return !wait || !errors.Is(err, unix.EAGAIN)
+		return atOnce || !errors.Is(err, unix.EAGAIN)
 	})
 	if errors.Is(err, unix.EAGAIN) {
 		err = errFull
@@ -98,41 +157,14 @@ func sendPacket(raw syscall.RawConn, packet []byte, fd int, wait bool) (err erro
 }
 
 // receive receives a packet, for which it waits.
-func receive(raw syscall.RawConn, packet []byte) (int, error) {
-	return transfer(raw.Read, unix.SYS_RECVFROM, packet, true)
-}
-
-// transfer receives p or sends it, as call says, and waits for socket if it is to. The runtime does not hear of the
-// call: it would wake its monitor, which then wakes itself every 20 µs, and takes a quarter of the time of a small call.
-func transfer(socket func(func(fd uintptr) (done bool)) error, call uintptr, p []byte, wait bool) (n int, err error) {
-	var why syscall.Errno
-	bad := socket(func(fd uintptr) bool {
-		for why = unix.EINTR; why == unix.EINTR; {
-			var moved uintptr
-			moved, _, why = syscall.RawSyscall6(call, fd, uintptr(unsafe.Pointer(unsafe.SliceData(p))), uintptr(len(p)), unix.MSG_DONTWAIT|unix.MSG_NOSIGNAL, 0, 0)
-			n = int(moved)
-		}
-		return !wait || why != unix.EAGAIN
-	})
-	switch {
-	case bad != nil:
-		return 0, bad
-	case why == unix.EAGAIN:
-		return 0, errFull
-	case why != 0:
-		return 0, why
-	case n == 0 && len(p) > 0:
-		return 0, io.EOF
-	}
-	return n, nil
-}
+func (s *socket) receive(packet []byte) (int, error) { return s.in.transfer(packet, false) }
 
 // Brief returns conn, a socket, so that the runtime does not hear of its short reads and writes. A program that computes
 // long without any other system call should not use it: the runtime would not interrupt that.
 func Brief(conn net.Conn) net.Conn {
-	if s, ok := conn.(syscall.Conn); ok {
-		if raw, err := s.SyscallConn(); err == nil {
-			return brief{conn, raw}
+	if c, ok := conn.(syscall.Conn); ok {
+		if s, err := socketOf(c); err == nil {
+			return brief{conn, s}
 		}
 	}
 	return conn
@@ -140,19 +172,17 @@ func Brief(conn net.Conn) net.Conn {
 
 type brief struct {
 	net.Conn
-	raw syscall.RawConn
+	*socket
 }
 
-func (b brief) Read(p []byte) (n int, err error) {
-	return transfer(b.raw.Read, unix.SYS_RECVFROM, p, true)
-}
+func (b brief) Read(p []byte) (n int, err error) { return b.in.transfer(p, false) }
 
 func (b brief) Write(p []byte) (n int, err error) {
 	if len(p) > PacketBytes { // it takes long
 		return b.Conn.Write(p)
 	}
 	for k := 0; n < len(p) && err == nil; n += k {
-		k, err = transfer(b.raw.Write, unix.SYS_SENDTO, p[n:], true)
+		k, err = b.out.transfer(p[n:], false)
 	}
 	return n, err
 }

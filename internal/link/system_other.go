@@ -24,9 +24,13 @@ func FromFD(int) (*net.UnixConn, error) { return nil, errSystem }
 
 const noFD = -1
 
-func sendPacket(syscall.RawConn, []byte, int, bool) error { return errSystem }
+type socket struct{}
 
-func receive(syscall.RawConn, []byte) (int, error) { return 0, errSystem }
+func socketOf(syscall.Conn) (*socket, error) { return new(socket), nil }
+
+func (*socket) sendPacket([]byte, int, bool) error { return errSystem }
+
+func (*socket) receive([]byte) (int, error) { return 0, errSystem }
 
 // Brief returns conn.
 func Brief(conn net.Conn) net.Conn { return conn }
