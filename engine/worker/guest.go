@@ -236,7 +236,7 @@ func (g *guest) wait() {
 		}
 	}
 	switch {
-	case due == g.watch.Due:
+	case due.Equal(g.watch.Due):
 	case due.IsZero():
 		g.watch.Clear()
 	default:
@@ -414,7 +414,7 @@ func (g *guest) cancel(run context.Context) {
 func (g *guest) checkDeadline() {
 	g.host.mu.Lock()
 	late, why := g.watch.Late(), fmt.Errorf("a block took more than %v", g.host.cfg.block)
-	if slices.ContainsFunc(g.flight, func(f *flight) bool { return f.unasked && f.due == g.watch.Due }) {
+	if slices.ContainsFunc(g.flight, func(f *flight) bool { return f.unasked && f.due.Equal(g.watch.Due) }) {
 		why = fmt.Errorf("it went on for %v with a block that was cancelled", g.host.cfg.obey)
 	}
 	g.host.mu.Unlock()

@@ -181,8 +181,10 @@ func (b brief) Write(p []byte) (n int, err error) {
 	if len(p) > PacketBytes { // it takes long
 		return b.Conn.Write(p)
 	}
-	for k := 0; n < len(p) && err == nil; n += k {
-		k, err = b.out.transfer(p[n:], false)
+	for n < len(p) && err == nil {
+		var moved int
+		moved, err = b.out.transfer(p[n:], false)
+		n += moved
 	}
 	return n, err
 }
