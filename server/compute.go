@@ -12,7 +12,6 @@ import (
 	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/internal/inbound"
-	"github.com/tensorferry/tensorferry/internal/serving"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/slab"
 	"github.com/tensorferry/tensorferry/tensor"
@@ -32,7 +31,7 @@ func (s *Server) Compute(ctx context.Context, req *pb.ComputeRequest) (*pb.Compu
 		d := tensor.Desc{DType: tensor.DataType(min(max(t.GetDtype(), 0), math.MaxUint8)), Shape: t.GetShape()}
 		call.Inputs[i].Port, in[i] = t.GetPort(), tensor.Tensor{Desc: d, Data: t.GetData()}
 	}
-	if timeout := serving.Millis(req.GetTimeoutMillis()); timeout > 0 {
+	if timeout := time.Duration(min(req.GetTimeoutMillis(), 1<<40)) * time.Millisecond; timeout > 0 {
 		limited, stop := context.WithTimeout(ctx, timeout)
 		defer stop()
 		ctx = limited

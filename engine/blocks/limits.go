@@ -31,7 +31,4 @@ const (
 	// spillAfter is how long results wait for their taker before they give way to
 	// others: a hundred times what a peer takes that keeps up.
 	spillAfter = 100 * time.Millisecond
-	// helpBytes is the most input of a call of one block that the taker of its
-	// result computes itself: moving 64 KiB takes less than waking a worker.
-	helpBytes = 64 << 10
 )

@@ -72,13 +72,20 @@ func (e *Engine) Model(m Model) (engine.Model, error) {
 			return nil, failed(m.Info.Name, "set-up: ", err)
 		}
 	}
-	return &model{m, e, sync.OnceValue(func() error {
+	made := &model{m, e, sync.OnceValue(func() error {
 		if m.Teardown == nil {
 			return nil
 		}
 		return guard(m.Info.Name, func() error { m.Teardown(); return nil })
-	})}, nil
+	})}
+	if _, helps := e.cfg.Device.(Helper); helps && m.Quick {
+		return quick{made}, nil
+	}
+	return made, nil
 }
+
+// quick is a model that is Quick, on a Helper.
+type quick struct{ *model }
 
 // guard runs a model's own code, a panic of which becomes an error.
 func guard(name string, f func() error) (err error) {
@@ -138,9 +145,8 @@ func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 }
 
 // AtOnce implements engine.Immediate.
-func (m *model) AtOnce(c engine.Call, data []byte) bool {
-	d, helps := m.engine.cfg.Device.(Helper)
-	if !helps || !m.Quick || len(data) == 0 || len(data) > helpBytes {
+func (m quick) AtOnce(c engine.Call, data []byte) bool {
+	if len(data) == 0 || len(data) > engine.AtOnceBytes {
 		return false
 	}
 	rows, err := m.Model.Info.Check(c)
@@ -149,7 +155,7 @@ func (m *model) AtOnce(c engine.Call, data []byte) bool {
 	}
 	b, err := m.Bind(c)
 	one := [][]byte{data}
-	return err == nil && d.Compute(b.Program, RowBlock{Rows: rows, In: one, Out: one, Descs: b.Outs, OutDescs: b.Outs, Params: c.Params})
+	return err == nil && m.engine.cfg.Device.(Helper).Compute(b.Program, RowBlock{Rows: rows, In: one, Out: one, Descs: b.Outs, OutDescs: b.Outs, Params: c.Params})
 }
 
 // plan checks a call and lays it out, without taking any memory.

@@ -123,7 +123,7 @@ func (m *model) start(ctx context.Context, c engine.Call, p plan, b Bound) (engi
 		r.addOut()
 	}
 	r.grow(p.wantIn, p.wantOut)
-	if _, helps := e.cfg.Device.(Helper); helps && p.blocks == 1 && p.inBlock <= helpBytes {
+	if _, helps := e.cfg.Device.(Helper); helps && p.blocks == 1 && p.inBlock <= engine.AtOnceBytes {
 		r.help = r.works[0]
 	}
 	r.pending = make([]*slot, 0, r.inSlots)

@@ -29,6 +29,12 @@ func TryLater(why reason.Reason, format string, args ...any) *terms.RefusedError
 	return &terms.RefusedError{Code: e.Code, Reason: e.Reason, Text: e.Text, RetryMillis: retryMillis}
 }
 
+// Refusal returns a refusal that waiting does not change.
+func Refusal(why reason.Reason, format string, args ...any) *terms.RefusedError {
+	e := frame.Because(why, format, args...)
+	return &terms.RefusedError{Code: e.Code, Reason: e.Reason, Text: e.Text}
+}
+
 // Rule says what a caller is told about an error.
 type Rule struct {
 	Err    error

@@ -10,7 +10,9 @@ import (
 
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
+	"github.com/tensorferry/tensorferry/internal/admission"
 	"github.com/tensorferry/tensorferry/internal/testkit"
+	"github.com/tensorferry/tensorferry/tensor"
 )
 
 // immediate is echo, but what it computes at once are ones.
@@ -105,5 +107,38 @@ func TestACallThatIsNotComputedAtOnceHasTheUsualError(t *testing.T) {
 		require.Equal(t, frame.InvalidArgument, p.done(o).Code)
 		require.Zero(t, m.asked.Load())
 		f.isIdleSoon(t)
+	})
+}
+
+// A step has its turn when it is announced, whenever its chunk comes.
+func TestAStepWhoseChunkIsToComeHasItsTurn(t *testing.T) {
+	testkit.Start(t)
+	bubble(t, func(t *testing.T) {
+		f := serve(t, func(c *Config) { c.Open[admission.Sequences] = 1 })
+		m := &immediate{Model: f.named(t, "at once")}
+		require.NoError(t, f.models.Add(m))
+		p := f.session(t)
+		begin := &offer{call: frame.Call{ID: tensor.NewID(), Model: "at once", Sequence: &frame.Sequence{ID: tensor.NewID(), MaxRows: 100}}}
+		p.send(&frame.Frame{Calls: []frame.Call{begin.call}})
+		require.Equal(t, frame.OK, p.done(begin).Code)
+		step := func() *offer {
+			o := small("")
+			o.desc.ChunkBytes = 10
+			o.call.Sequence = &frame.Sequence{ID: begin.call.Sequence.ID}
+			return o
+		}
+		first, second := step(), step()
+		p.open(first)
+		p.open(second)
+		p.deliver(second)
+		done := p.done(second)
+		require.Equal(t, frame.FailedPrecondition, done.Code)
+		require.Contains(t, done.Message, "a step is under way")
+		p.deliver(first)
+		require.Equal(t, first.data, p.result(first)["y"])
+		third := step()
+		p.open(third)
+		p.deliver(third)
+		p.result(third)
 	})
 }

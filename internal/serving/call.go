@@ -91,17 +91,19 @@ type output struct {
 func (c *call) start(part *frame.Call) {
 	ctx, cancel := context.WithCancelCause(c.session.Values)
 	c.cancel, c.memory = cancel, c.session.core.Budget.Account(c.session.Holder)
-	params, timeout, of := part.Params, Millis(part.TimeoutMillis), part.Sequence
+	params, timeout, of := part.Params, time.Duration(min(part.TimeoutMillis, 1<<40))*time.Millisecond, part.Sequence
 	c.session.core.work.Add(1)
 	c.session.Go(func(t *session.Turn) {
+		defer func() { // also where a model's code ends the goroutine
+			closed := false
+			c.session.Do(func(*stream.Machine, stream.Instant) { closed, c.idle = c.closed, true })
+			if closed {
+				c.leave()
+			}
+		}()
 		if !c.atOnce(t, params) {
 			t.Pass()
 			c.work(ctx, timeout, params, of)
-		}
-		closed := false
-		c.session.Do(func(*stream.Machine, stream.Instant) { closed, c.idle = c.closed, true })
-		if closed {
-			c.leave()
 		}
 	})
 }
@@ -146,11 +148,6 @@ func (c *call) leave() {
 	core.work.Done()
 }
 
-// Millis converts a caller's timeout in milliseconds, without overflow.
-func Millis(n uint64) time.Duration {
-	return time.Duration(min(n, uint64(math.MaxInt64/time.Millisecond))) * time.Millisecond
-}
-
 // serve runs the call, from looking up its model to its last result. An error means that the model did
 // not begin to compute.
 func (c *call) serve(ctx context.Context, params map[string]string) error {
@@ -182,10 +179,13 @@ func (c *call) serve(ctx context.Context, params map[string]string) error {
 // waits for nothing and runs no code of the user's. Errors are left to the ordinary way.
 func (c *call) atOnce(t *session.Turn, params map[string]string) bool {
 	core, q := c.session.core, c.sequence
-	if t == nil || core.Asks || len(c.inputs) != 1 || c.inputs[0].staged == nil || !c.inputs[0].whole() {
+	if t == nil || core.Asks || len(c.inputs) != 1 || !q.stateless() {
 		return false
 	}
 	in, call := c.inputs[0], engine.Call{ID: c.id, Principal: c.session.Holder, Params: params}
+	if in.staged == nil || !in.whole() || in.geo.Size > engine.AtOnceBytes {
+		return false
+	}
 	var of engine.Model
 	if q != nil {
 		of = q.model
@@ -205,8 +205,8 @@ func (c *call) atOnce(t *session.Turn, params map[string]string) bool {
 	if q != nil {
 		rows, err = q.prepare(c.session.Values, &call)
 	}
-	n, memory := slab.SizeOf(in.geo.Size), core.Budget.Account(c.session.Holder) // not the call's: gRPC may copy the result when that is over
-	if err != nil || call.State != nil || in.desc.Port != "" && in.desc.Port != info.Inputs[0].Name || !memory.Take(n) {
+	n, memory := slab.SizeOf(in.geo.Size), core.Budget.Account(c.session.Holder.In(core.Smalls)) // not the call's: gRPC may copy the result when that is over
+	if err != nil || in.desc.Port != "" && in.desc.Port != info.Inputs[0].Name || !memory.Take(n) {
 		return false
 	}
 	mem, err := memory.Get(core.Pool, int(in.geo.Size), n)
@@ -222,7 +222,7 @@ func (c *call) atOnce(t *session.Turn, params map[string]string) bool {
 	took := time.Since(begin)
 	in.staged.Release()
 	in.staged = nil
-	t.DoSend(func(m *stream.Machine, now stream.Instant) {
+	t.DoSend(int(in.geo.Size), func(m *stream.Machine, now stream.Instant) {
 		m.Stay(now, in.desc.Tensor, false)
 		outs := make([]output, 1)
 		if err = c.announce(m, now, &outs[0], info, engine.Out{Desc: in.desc.Desc, Data: mem.Bytes()}); err == nil {

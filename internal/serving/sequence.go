@@ -11,10 +11,10 @@ import (
 	"github.com/tensorferry/tensorferry/engine"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/admission"
+	"github.com/tensorferry/tensorferry/internal/failures"
 	"github.com/tensorferry/tensorferry/reason"
 	"github.com/tensorferry/tensorferry/stream"
 	"github.com/tensorferry/tensorferry/tensor"
-	"github.com/tensorferry/tensorferry/terms"
 )
 
 // sequence is a series of calls of a session that share a state of the model. One at a time has
@@ -57,7 +57,7 @@ func (c *call) begin(ctx context.Context, part frame.Sequence, params map[string
 	if err = q.open(ctx, c.cancel); err == nil {
 		s.Do(func(m *stream.Machine, now stream.Instant) {
 			if err = context.Cause(ctx); err == nil && s.sequences[q.id] != nil {
-				err = refusal("INVALID_ARGUMENT", "sequence %s has begun before; choose another id", q.id)
+				err = failures.Refusal("INVALID_ARGUMENT", "sequence %s has begun before; choose another id", q.id)
 			}
 			if err == nil {
 				s.sequences[q.id] = q
@@ -111,19 +111,13 @@ func (s *Session) step(id tensor.ID) (*sequence, error) {
 	q := s.sequences[id]
 	switch {
 	case q == nil:
-		return nil, refusal(reason.StateLost, "there is no sequence %s: it has not begun, or has ended, as each does when a step fails, or none comes for as long as a session may be idle", id)
+		return nil, failures.Refusal(reason.StateLost, "there is no sequence %s: it has not begun, or has ended, as each does when a step fails, or none comes for as long as a session may be idle", id)
 	case q.busy:
-		return nil, refusal(reason.ModelState, "sequence %s: a step is under way; wait for its result", id)
+		return nil, failures.Refusal(reason.ModelState, "sequence %s: a step is under way; wait for its result", id)
 	}
 	q.busy = true
 	q.uses++
 	return q, nil
-}
-
-// refusal returns a refusal that waiting does not change.
-func refusal(why reason.Reason, format string, args ...any) error {
-	e := frame.Because(why, format, args...)
-	return &terms.RefusedError{Code: e.Code, Reason: e.Reason, Text: e.Text}
 }
 
 // prepare completes the call of a step, whose inputs are in the order of the model's ports, and
@@ -142,7 +136,7 @@ func (q *sequence) prepare(ctx context.Context, call *engine.Call) (rows int64, 
 		rows, err = info.Check(*call)
 	}
 	if err == nil && rows > q.most-q.rows {
-		err = refusal("FAILED_PRECONDITION", "model %q: a step of %d rows, and its sequence has room for %d of its %d; begin one with a larger max_rows", q.name, rows, q.most-q.rows, q.most)
+		err = failures.Refusal("FAILED_PRECONDITION", "model %q: a step of %d rows, and its sequence has room for %d of its %d; begin one with a larger max_rows", q.name, rows, q.most-q.rows, q.most)
 	}
 	return rows, err
 }
@@ -213,6 +207,9 @@ func (q *sequence) unuse() {
 	}
 	q.over(q.lost)
 }
+
+// stateless reports whether there is no model's code in giving up q, or no q.
+func (q *sequence) stateless() bool { return q == nil || q.state == nil }
 
 // lose notes how the run of a step was closed.
 func (q *sequence) lose(closed error) {

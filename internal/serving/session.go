@@ -281,16 +281,18 @@ func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 		core.callEnded(c.model, e.Code, max(time.Duration(now-c.arrived), 1))
 		c.cancel(errStopped) // unless it has: who may have one call at a time may have the next
 		core.Ending(admission.Calls, c.session.From)
-		if c.closed = true; c.idle && e.Code == frame.OK {
+		switch c.closed = true; {
+		case c.idle && c.run == nil && c.sequence.stateless():
 			c.session.After(c.leave)
-		} else if c.idle { // a lane may still read a result, which waits for the peer
+		case c.idle: // a lane may still read a result, and a model's own code takes its time
 			go c.leave()
 		}
 	}
 }
 
 // ready starts a call that is ready and has not begun. If all its inputs are single chunks that need no credit, it starts with
-// the last of them, so that no goroutine waits for it, unless its time is limited. The session is locked.
+// the last of them, so that no goroutine waits for it, unless its time is limited or it is a step, which has its
+// turn. The session is locked.
 func (c *call) ready(m *stream.Machine) {
 	part, comes := c.part, false
 	for _, in := range c.inputs {
@@ -300,7 +302,7 @@ func (c *call) ready(m *stream.Machine) {
 		}
 		comes = comes || !in.whole()
 	}
-	if part == nil || comes && part.TimeoutMillis == 0 {
+	if part == nil || comes && part.TimeoutMillis == 0 && part.Sequence == nil {
 		return
 	}
 	c.part = nil

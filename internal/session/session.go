@@ -188,13 +188,13 @@ func (s *Session) Do(f func(m *stream.Machine, now stream.Instant)) {
 // block as long as the peer does not read, at most writeStall.
 func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 	if s.do(f) {
-		s.send(false)
+		s.send(-1)
 	}
 }
 
-// send sends the next frame, unless somebody else sends. If the caller reads, it leaves that to the
-// writer, too, where it might wait for the peer.
-func (s *Session) send(reads bool) {
+// send sends the next frame, unless somebody else sends. A caller who reads, and has given the only open call
+// at most so many bytes to send, leaves it to the writer, too, where that might wait; others say -1.
+func (s *Session) send(most int) {
 	select {
 	case s.sending <- struct{}{}:
 	default:
@@ -202,11 +202,11 @@ func (s *Session) send(reads bool) {
 		return
 	}
 	sent := true
-	if reads {
+	if most >= 0 {
 		s.mu.Lock()
-		most := int(s.m.Status().PeerChunkBytes)
+		alone := s.m.Status().Calls <= 1
 		s.mu.Unlock()
-		sent = s.conn != nil && s.conn.Clear(most)
+		sent = alone && s.conn != nil && s.conn.Clear(most)
 	}
 	if sent {
 		s.sendFrame(nil)
@@ -359,10 +359,14 @@ func (t *Turn) end() {
 	}
 }
 
-// DoSend is that of the session, for who has a turn: what would wait for the peer is left to the writer.
-func (t *Turn) DoSend(f func(m *stream.Machine, now stream.Instant)) {
-	if s := t.session; s.do(f) {
-		s.send(!t.passed)
+// DoSend is that of the session, for who has a turn and gives the call at most so many bytes to send: what would
+// wait for anybody is left to the writer.
+func (t *Turn) DoSend(bytes int, f func(m *stream.Machine, now stream.Instant)) {
+	if t.passed {
+		bytes = -1
+	}
+	if t.session.do(f) {
+		t.session.send(bytes)
 	}
 }
 

@@ -56,7 +56,7 @@ func TestWhoReadsSendsOnlyWhatWaitsForNothing(t *testing.T) {
 						if tc.pass {
 							turn.Pass()
 						}
-						turn.DoSend(func(m *stream.Machine, _ stream.Instant) {
+						turn.DoSend(0, func(m *stream.Machine, _ stream.Instant) {
 							server.sess.After(func() { ended++ })
 							m.Finish(frame.Done{Call: call})
 						})

@@ -247,7 +247,6 @@ func packed[N uint8 | uint32 | int64](c *coder, all *[]N, most int, as func(uint
 			*all = append(*all, as(c.value))
 		}
 	case c.comes(protowire.BytesType):
-		*all = slices.Grow(*all, max(0, min(len(c.view), most-len(*all))))
 		for b := c.view; len(b) > 0; {
 			v, n := protowire.ConsumeVarint(b)
 			if n < 0 {
