@@ -928,6 +928,7 @@ class Passes(Served):
             for said, error in (
                 ('{"step": {"n": 1}}', "groups is not a list"), ('{"step": {"n": "x"}}', "wanted a int|is not a int"),
                 ('{"step": {"n": 3, "groups": [{}]}}', "step 3 does not follow"), ("[]", "as JSON"), ("{", "as JSON"),
+                ('{"step": [1]}', "an object, step, as JSON"), ('{"step": null}', "an object, step, as JSON"),
                 ('{"step": {"n": 1, "passes": 2, "groups": [{}]}}', "the client had 2"),
                 ('{"step": {"n": 1, "optimizer": 3, "groups": [{}]}}', "no optimizer '3'"),
             ):  # fmt: skip

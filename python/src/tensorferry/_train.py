@@ -1,7 +1,6 @@
 """Trains a torch module for remote clients: what a worker keeps between the calls of its companion models.
 
-The models are NAME/train, which keeps the graph of its forward pass under the id of its call, NAME/backward,
-NAME/step, NAME/release, NAME/lease, NAME/state and NAME/load. docs/training.md says what each does.
+docs/training.md names the models, and says what each does.
 """
 
 from __future__ import annotations
@@ -533,14 +532,13 @@ class Training:
         """The lists of a call, and its step: a param, or an input, as they grow with the module."""
         octets = given.pop(LISTS, None)
         said = _read(text if octets is None else octets, self.lists)
-        step = said.pop("step", None) if isinstance(said, dict) else None
-        if not isinstance(said, dict) or not all(isinstance(of, list) for of in said.values()):
-            raise Invalid(f"{LISTS} is not an object of lists: needs, frozen and release, as JSON")
-        if not isinstance(step, dict):
-            return said, None
-        return said, {k: p.parse(k, str(step.get(k, p.default))) for k, p in _STEP.items()} | {
-            "groups": step.get("groups")
-        }
+        if not isinstance(said, dict) or not all(isinstance(v, {"step": dict}.get(n, list)) for n, v in said.items()):
+            raise Invalid(f"{LISTS} is not an object of lists, needs, frozen and release, and an object, step, as JSON")
+        step = said.pop("step", None)
+        if step is not None:
+            parsed = {k: p.parse(k, str(step.get(k, p.default))) for k, p in _STEP.items()}
+            step = {**parsed, "groups": step.get("groups")}
+        return said, step
 
     def stepped(self, lease: str, n: int, *step: Any, **more: Any) -> None:
         """Takes a step, unless it is taken already."""
