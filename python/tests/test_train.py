@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -858,6 +860,52 @@ class Passes(Served):
                     self.assertTrue(torch.equal(self.taken(trunk, theirs), want))
                 self.assertEqual(trunk.step, 4)
                 self.same(trunk.state_dict(), dict(module.state_dict()))
+
+    def test_a_step_of_which_nothing_is_heard_is_not_forgotten(self) -> None:
+        rides = (("step", False, True), ("forward", False, False), ("backward", True, True))
+        for (part, fused, wait), lost, leave in itertools.product(rides, ("call", "answer"), (False, True)):
+            trunk, theirs, module, ours = self.lossy(fused)
+            want = self.taken(module, ours)
+            with self.subTest(part, lost=lost, leave=leave), contextlib.ExitStack() as stack:
+                with self.assertRaises(tf.Unavailable), contextlib.ExitStack() as first:
+                    (first if leave else stack).enter_context(trunk.training())
+                    losses = [(part, lost), ("lease", "call")]
+                    trunk._client.lost = losses if wait else []
+                    self.taken(trunk, theirs, wait=wait)
+                    trunk._client.lost = losses
+                    trunk(torch.ones(2, 3))
+                self.assertEqual((trunk._client.lost, trunk._step), ([], 0))
+                if not leave:
+                    with self.assertRaisesRegex(tf.FailedPrecondition, "not confirmed"):
+                        trunk._next("sgd", [{}])
+                if lost == "answer":
+                    with self.assertRaisesRegex(Rewound, "stands at step 1, this client at 0"):
+                        if leave:
+                            stack.enter_context(trunk.training())
+                        theirs.zero_grad()
+                if leave:
+                    stack.enter_context(trunk.training())
+                if lost == "call":
+                    self.assertTrue(torch.equal(self.taken(trunk, theirs), want))
+                want = self.taken(module, ours)
+                self.assertTrue(torch.equal(self.taken(trunk, theirs), want))
+                self.assertEqual(trunk.step, 2)
+                self.same(trunk.state_dict(), dict(module.state_dict()))
+
+    def test_all_that_comes_before_the_end_of_a_client_is_tried(self) -> None:
+        client, _ = self.serve(nn.Linear(3, 3))
+        tried = []
+
+        def fails(name: str) -> None:
+            tried.append(name)
+            raise tf.Unavailable(name)
+
+        client._ends.update(functools.partial(fails, name) for name in "ab")
+        with self.assertRaises(tf.Unavailable) as caught:
+            client.close()
+        self.assertEqual(sorted(tried), ["a", "b"])
+        self.assertIn(str(caught.exception), "ab")
+        client.close()
 
     def test_a_fused_pass_that_is_interrupted(self) -> None:
         trunk, theirs, module, ours = self.lossy(True)

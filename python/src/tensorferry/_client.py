@@ -10,6 +10,7 @@ memory of the link: it is given back when the last view of it is collected.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -263,7 +264,10 @@ class Client:
         if self._closed:
             return
         try:
-            yield from list(self._ends)
+            ends = contextlib.ExitStack()  # has all of them run, whichever fail
+            for end in list(self._ends):
+                ends.callback(end)
+            yield ends.close
         finally:
             self._closed = True
             link = self._link

@@ -132,6 +132,7 @@ class RemoteModule(torch.nn.Module):
         self._begun = 0  # that may have been
         self._scale = 1.0
         self._stepped = False  # with a backward pass, since the last step()
+        self._asked = math.inf  # the step that may stand without this side
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # there are no parameters, buffers or modules to look for
@@ -203,9 +204,8 @@ class RemoteModule(torch.nn.Module):
     def _ask(self, part: str, params: dict[str, Any], inputs: Optional[Mapping[str, Any]] = None) -> Mapping[str, Any]:
         """Run a part, once more if the server had only forgotten who trains."""
         self._settle()
-        results: Mapping[str, Any]
         try:
-            results = self._run(part, inputs or {}, params).result()
+            results: Mapping[str, Any] = self._run(part, inputs or {}, params).result()
         except Error as err:
             if not self._token or not (self._look(err) or ("discard" in params and self._there)):
                 raise
@@ -270,16 +270,15 @@ class RemoteModule(torch.nn.Module):
             self._plain("accumulated gradients")
         assert self._fused is not None
         step = self._next(self._fused._kind, self._fused._groups())
-        self._void = "a backward pass failed, or was not confirmed"
-        results: Mapping[str, Any]
+        self._void, self._asked = "a backward pass failed, or was not confirmed", step.n
         try:
-            results = self._backward(forward, gradients, step).result()
+            results: Mapping[str, Any] = self._backward(forward, gradients, step).result()
         except Error as err:
             if self._stands(err) != step.n:
                 self._compare(err)
                 raise
             results = self._backward(forward, gradients, step).result()
-        self._step, self._void, self._stepped = step.n, "", True
+        self._step, self._void, self._stepped, self._asked = step.n, "", True, math.inf
         return results
 
     def _plain(self, what: str) -> None:
@@ -452,9 +451,9 @@ class RemoteModule(torch.nn.Module):
                     if not time.monotonic() < deadline:  # NaN is over, too
                         raise
                     time.sleep(_LOOK_SECONDS)
-            here, self._step = self._step, stands
+            here, self._step, asked = self._step, stands, self._asked
             self._clear()
-            if stands < here:  # it was started anew between two turns
+            if stands < here or stands >= asked:  # it was started anew, or an answer lost, between two turns
                 if self._on_rewind is None:
                     raise Rewound(self._remote, stands, here)
                 self._on_rewind(stands)
@@ -466,10 +465,8 @@ class RemoteModule(torch.nn.Module):
                 raise
             self._settle()
         finally:
-            try:
+            with contextlib.suppress(Error, ValueError):  # it ends with the session
                 self._take(end="true")
-            except (Error, ValueError):
-                pass  # it ends with the session
             self._client._ends.discard(self._settle)
             self._token, self._pending = "", None
             self._dropped.clear()
@@ -519,8 +516,11 @@ class RemoteModule(torch.nn.Module):
         """Note that a step stands; after an error of its call, see whether it does, and raise the error if not."""
         if step is None or self._pending is not step:
             return
-        self._pending = None  # where Ctrl-C comes before, the next use asks again
-        if err is not None and self._stands(err) != step.n:
+        # Where Ctrl-C comes before, the next use asks again; where it or an error comes now, zero_grad sees.
+        void, self._void, self._asked, self._pending = self._void, "a step was not confirmed", step.n, None
+        stands = step.n if err is None else self._stands(err)
+        self._void, self._asked = void, math.inf
+        if err is not None and stands != step.n:
             if step.passes:
                 self._passes, self._begun, self._scale = step.passes, step.passes, step.scale
             self._compare(err)
@@ -534,8 +534,7 @@ class RemoteModule(torch.nn.Module):
 
     def _take(self, **params: Any) -> list[float]:
         """Take the lease, or give it up, and return what the server says of the step that stands."""
-        said = self._run("lease", {}, {"token": self._token, **params})
-        stands: list[float] = said.result()["y"].tolist()
+        stands: list[float] = self._run("lease", {}, {"token": self._token, **params}).result()["y"].tolist()
         return stands
 
     @property
@@ -559,8 +558,7 @@ class RemoteModule(torch.nn.Module):
     # What a module has.
 
     def _describe(self) -> list[list[Any]]:
-        said = self._ask("state", {"about": "true"})["about"]
-        found: list[list[Any]] = json.loads(bytes(said.tolist()))["tensors"]
+        found: list[list[Any]] = json.loads(bytes(self._ask("state", {"about": "true"})["about"].tolist()))["tensors"]
         return found
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, **_: Any) -> Iterator[tuple[str, Any]]:
