@@ -168,7 +168,7 @@ func (g *guest) answered(a *link.Answer) error {
 		return fmt.Errorf("%w: an answer that nobody waits for, to block %d", link.ErrMessage, a.ID)
 	}
 	f := g.flight[at]
-	if a.Code == 0 && len(a.JSON) > 0 && len(h.companions) > 0 { // charged before another call is admitted
+	if a.Code == 0 && len(a.JSON) > 0 && len(h.companions) > 0 && f.work.Program.(*program).state == nil { // charged before another call is admitted
 		if err := h.keep(a.JSON); err != nil {
 			h.mu.Unlock()
 			return err
@@ -238,7 +238,9 @@ func (g *guest) wait() {
 	switch {
 	case due.Equal(g.watch.Due):
 	case due.IsZero():
-		g.watch.Clear()
+		if !g.telling { // else it is to read yet
+			g.watch.Clear()
+		}
 	default:
 		g.watch.Set(due)
 	}
@@ -261,12 +263,12 @@ func (g *guest) send(m link.Message, f *flight, wait bool) {
 	h := g.host
 	for ; m != nil; m, f = g.next() {
 		h.mu.Unlock()
-		sent := g.sendOne(m, f, wait)
+		done := g.sendOne(m, f, wait)
 		h.mu.Lock()
 		if g.gone { // f ends with it
 			return
 		}
-		if !sent {
+		if !done {
 			g.sendLater(m, f)
 			return
 		}
@@ -294,9 +296,9 @@ func (g *guest) sendLater(m link.Message, f *flight) {
 	})
 }
 
-// sendOne sends a message, and reports whether it has; where it may wait it always does. A block for whose text there is no
-// memory is over.
-func (g *guest) sendOne(m link.Message, f *flight, wait bool) bool {
+// sendOne sends a message, and reports whether it is done with it; where it may wait it always is. A block for whose text
+// there is no memory is over, and so is a guest that cannot be told.
+func (g *guest) sendOne(m link.Message, f *flight, wait bool) (done bool) {
 	run, ok := m.(*link.Run)
 	if !wait {
 		return (!ok || len(run.JSON) <= link.PacketBytes/2) && g.conn.TrySend(m)

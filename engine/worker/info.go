@@ -11,7 +11,7 @@ import (
 type info struct {
 	described
 	Stateful    bool        `json:"stateful"`
-	Blocks      int         `json:"blocks"`      // it takes at a time, and computes in order; 0 is 1
+	Blocks      int         `json:"blocks"`      // it takes at a time: what it does not compute yet waits in order; 0 is 1
 	Concurrency int         `json:"concurrency"` // how many it computes at once; 0 is 1
 	Error       string      `json:"error"`
 	Companions  []described `json:"companions"` // named after what they do

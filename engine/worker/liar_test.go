@@ -163,6 +163,24 @@ func TestAWorkerMayLieAboutAState(t *testing.T) {
 	require.ErrorIs(t, err, engine.ErrUnavailable)
 }
 
+func TestAStateIsNotWhatAProcessKeeps(t *testing.T) {
+	testkit.Start(t)
+	const ports = `"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}]`
+	h, _ := liar(t, Config{}, `{`+ports+`,"companions":[{"name":"train",`+ports+`}]}`, func(g *linktest.Guest, r *link.Run) bool {
+		g.Send(&link.Kept{JSON: []byte(`{"kept":5}`)})
+		g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: r.Inputs, JSON: []byte(`{"state":7}`)})
+		return true
+	})
+	s, err := h.begin(t.Context(), engine.Sequence{MaxRows: 9})
+	require.NoError(t, err)
+	defer s.Close()
+	_, err = engine.Step(t.Context(), h.Model(), s, vector(1)...)
+	require.NoError(t, err)
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	require.Equal(t, []int64{7, 5}, []int64{s.Bytes(), h.kept.Bytes})
+}
+
 func TestAWorkerThatDoesNotReadEnds(t *testing.T) {
 	testkit.Start(t)
 	stop := make(chan struct{})
@@ -188,6 +206,50 @@ func TestAWorkerThatDoesNotReadEnds(t *testing.T) {
 	}, "nobody is left")
 	close(stop)
 	g.Close()
+}
+
+func TestAWorkerThatReadsNothingAfterItsLastAnswerEnds(t *testing.T) {
+	testkit.Start(t)
+	runs, answer, stop := make(chan *link.Run, 1), make(chan struct{}), make(chan struct{})
+	h, _ := liar(t, Config{block: 2 * time.Second}, `{"inputs":[{"name":"x","shape":[-2]}],"outputs":[{"name":"y","shape":[-2]}],"rows":1}`,
+		func(g *linktest.Guest, r *link.Run) bool {
+			runs <- r
+			<-answer
+			g.Send(&link.Answer{Head: link.Head{ID: r.ID}, Outputs: r.Inputs})
+			<-stop
+			return false
+		})
+	ended := make(chan error, 1)
+	go func() { // ends with the answer
+		_, err := enginetest.Compute(t.Context(), h.Model(), vector(1), nil, 1<<20, 0)
+		ended <- err
+	}()
+	<-runs
+	h.mu.Lock()
+	for g := range h.guests {
+		g.tells = slices.Repeat([]link.Message{&link.End{Head: link.Head{ID: 99}}}, 2000) // they fill the socket
+		g.tell()
+		require.True(t, g.telling)
+	}
+	h.mu.Unlock()
+	close(answer)
+	require.NoError(t, <-ended)
+	<-h.Ended()
+	close(stop)
+}
+
+func TestAWorkerThatCannotBeToldEnds(t *testing.T) {
+	testkit.Start(t)
+	h, _, _, _, done := ahead(t, Config{}, aheadReady, time.Millisecond)
+	flying(t, h, 3)
+	h.mu.Lock()
+	for g := range h.guests {
+		g.tells = append(g.tells, &link.Give{Ranges: []link.Range{{Memory: 99, Len: 4096}}})
+		g.tell()
+	}
+	h.mu.Unlock()
+	require.ErrorContains(t, <-done, "names memory 99, which is gone")
+	<-h.Ended()
 }
 
 func TestWhatAGuestDoesNotMakePublicIsForTheLogAlone(t *testing.T) {

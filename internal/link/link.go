@@ -179,14 +179,14 @@ func (c *Conn) Send(m Message) error {
 	return c.send(m, true)
 }
 
-// TrySend is Send, but does not wait: it reports whether it has sent m, or the link has
-// ended. It may send the memories alone.
+// TrySend is Send, but does not wait: it reports whether it has sent m. Where it has not, Send says why, if it
+// cannot either. It may send the memories alone.
 func (c *Conn) TrySend(m Message) bool {
 	if !c.sending.TryLock() {
 		return false
 	}
 	defer c.sending.Unlock()
-	return !errors.Is(c.send(m, false), errFull)
+	return c.send(m, false) == nil
 }
 
 // errFull is why a packet is not sent without waiting.
