@@ -20,10 +20,10 @@ from typing import Any
 
 import tensorferry as tf
 from support import descriptors, eventually, needs_numpy, needs_torch, numpy, pattern, program, torch
-from tensorferry import _tensor
+from tensorferry import _tensor, _wire
 from tensorferry._link import Memory
 from tensorferry._model import Call, find, prepare
-from tensorferry._worker import Worker, failure, pinned
+from tensorferry._worker import Block, Worker, failure, pinned
 
 
 class Copies(unittest.TestCase):
@@ -145,6 +145,17 @@ class States(unittest.TestCase):
             Worker.end(None, None)  # type: ignore[arg-type]
         self.assertEqual((kept.closed, other.closed), (1, 1))
         self.assertEqual(said.getvalue().count("ValueError: which harms nobody"), 2)
+
+    def test_an_answer_of_a_sequence_says_no_more_than_its_state(self) -> None:
+        for max_rows, says in ((0, b'{"kept":5}'), (1, b'{"state":7}')):
+            sent: list[bytes] = []
+            kept = types.SimpleNamespace(kept=lambda: {"kept": 5})
+            worker: Any = types.SimpleNamespace(training=kept, told=None, link=types.SimpleNamespace(send=sent.append))
+            block: Any = Block({"id": 1}, 0, None, types.SimpleNamespace(max_rows=max_rows))  # type: ignore[arg-type]
+            block.says = b'{"state":7}' if max_rows else b""
+            Worker.answer(worker, block, 0)
+            self.assertEqual(_wire.decode(sent[0])["json"], says)
+            self.assertEqual(worker.told is None, bool(max_rows))
 
 
 class Failures(unittest.TestCase):
@@ -442,6 +453,25 @@ class Computes(unittest.TestCase):
         calls = [c.call("m", {"x": tf.Tensor(b"%d" % i)}) for i in range(n)]
         self.assertEqual([bytes(call.result()["y"]) for call in calls], [b"%d" % i for i in range(n)])
         self.assertEqual(len(set(waiting)), n)
+
+    def test_a_coroutine_is_begun_that_came_beside_the_first(self) -> None:
+        begin, waiting = Worker.begin, []
+
+        def begun(worker: Worker, block: Any) -> Any:
+            if worker.loop is None:
+                eventually(lambda: (worker.link.drain(), worker.link.inbox)[1])
+            return begin(worker, block)
+
+        async def f(x: Any, call: Any) -> Any:
+            waiting.append(call.id)
+            while len(waiting) < 2:
+                await asyncio.sleep(0.001)
+            return x
+
+        with unittest.mock.patch.object(Worker, "begin", begun):
+            c = self.served(f, array="tensor")
+            calls = [c.call("m", {"x": tf.Tensor(b"x")}, timeout=10) for _ in range(2)]
+            self.assertEqual([bytes(call.result()["y"]) for call in calls], [b"x"] * 2)
 
     def test_no_more_are_computed_at_a_time_than_is_said(self) -> None:
         running, lock = [0], threading.Lock()

@@ -136,11 +136,10 @@ class Worker:
                 call = copy.copy(call)
             block.call = call
             return block
-        if kind == wire.CANCEL and id in self.blocks:
-            block = self.blocks[id]
-            block.unwanted = True
-            if block.task is not None:
-                block.task.cancel()
+        if kind == wire.CANCEL and (wanted := self.blocks.get(id)) is not None:  # another thread may answer it now
+            wanted.unwanted = True
+            if wanted.task is not None:
+                wanted.task.cancel()
         elif kind == wire.END:
             self.ended(self.runs.pop(id, None))
         elif kind == wire.GONE and self.training is not None:
@@ -181,7 +180,7 @@ class Worker:
         """Gives memory back that other processes of the model may wait for."""
         link = self.link
         link.collect()
-        kept = sum(length * len(ranges) for length, ranges in link._free.items())
+        kept = sum(length * len(ranges) for length, ranges in list(link._free.items()))
         if kept > int(link.host.get("memory", 0)) // KEPT_SHARE:
             link.trim()
 
@@ -217,7 +216,7 @@ class Worker:
                 answered.disown()
         for held in (block.named, block.made, block.keep):
             held.clear()
-        if self.training is not None and not block.code and (kept := self.training.kept()) != self.told:
+        if self.training and not (block.code or block.call.max_rows or (kept := self.training.kept()) == self.told):
             self.told, block.says = kept, wire.to_json(kept)
         self.link.send(wire.pack_answer(block.run["id"], block.code, nanos, block.outputs, block.says))
 
@@ -299,6 +298,7 @@ class Worker:
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
             self.loop.add_reader(self.link._sock, self.look)
+            self.loop.call_soon(self.look)  # nobody could wake it
         block.task = asyncio.ensure_future(said, loop=self.loop)
         block.task.add_done_callback(finish)
 
