@@ -162,7 +162,7 @@ func (s *socket) receive(packet []byte) (int, error) { return s.in.transfer(pack
 // Brief returns conn, a socket, so that the runtime does not hear of its short reads and writes. A program that computes
 // long without any other system call should not use it: the runtime would not interrupt that.
 func Brief(conn net.Conn) net.Conn {
-	if c, ok := conn.(syscall.Conn); ok {
+	if c, ok := conn.(syscall.Conn); ok && !race { // the race detector knows from system calls what happened before
 		if s, err := socketOf(c); err == nil {
 			return brief{conn, s}
 		}
