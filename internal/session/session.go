@@ -17,6 +17,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/tensorferry/tensorferry/codec"
 	"github.com/tensorferry/tensorferry/frame"
 	"github.com/tensorferry/tensorferry/internal/fault"
 	"github.com/tensorferry/tensorferry/stream"
@@ -193,7 +194,7 @@ func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 }
 
 // send sends the next frame, unless somebody else sends. A caller who reads, and has given the only open call
-// at most so many bytes to send, leaves it to the writer, too, where that might wait; others say -1.
+// at most so many bytes to send, leaves it to the writer, too, where that might wait, as for a turn to encode; others say -1.
 func (s *Session) send(most int) {
 	select {
 	case s.sending <- struct{}{}:
@@ -204,9 +205,9 @@ func (s *Session) send(most int) {
 	sent := true
 	if most >= 0 {
 		s.mu.Lock()
-		alone := s.m.Status().Calls <= 1
+		st := s.m.Status()
 		s.mu.Unlock()
-		sent = alone && s.conn != nil && s.conn.Clear(most)
+		sent = st.Calls <= 1 && st.Codec == codec.None && s.conn != nil && s.conn.Clear(most)
 	}
 	if sent {
 		s.sendFrame(nil)
@@ -323,8 +324,7 @@ func (s *Session) tick() {
 	}
 }
 
-// Turn is a goroutine's turn to read, while it runs what a frame has begun. Nil is that of one
-// that does not read.
+// Turn is a goroutine's turn to read, while it runs what a frame has begun; nil for one that does not read.
 type Turn struct {
 	session *Session
 	from    carried

@@ -42,12 +42,15 @@ func (n *narrow) Send(f *frame.Frame, held interface{ Release() }) error {
 // Who reads sends a result itself where that waits for nothing, and leaves it to the writer else.
 func TestWhoReadsSendsOnlyWhatWaitsForNothing(t *testing.T) {
 	testkit.Start(t)
-	for name, tc := range map[string]struct{ clear, pass bool }{
-		"clear": {clear: true}, "not clear": {}, "clear, and another reads": {clear: true, pass: true},
+	for name, tc := range map[string]struct{ clear, pass, encodes bool }{
+		"clear": {clear: true}, "not clear": {}, "clear, and another reads": {clear: true, pass: true}, "clear, and there is a codec": {clear: true, encodes: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				client, server := linked(t)
+				if !tc.encodes {
+					server = newSide(t, nil, stream.Config{Server: true})
+				}
 				server.hold = true
 				ended := 0
 				var call tensor.ID
@@ -82,7 +85,7 @@ func TestWhoReadsSendsOnlyWhatWaitsForNothing(t *testing.T) {
 				switch {
 				case tc.pass:
 					require.Zero(t, n.asked.Load(), "it may wait")
-				case tc.clear:
+				case tc.clear && !tc.encodes:
 					require.EqualValues(t, calls, n.byReader.Load())
 				default:
 					require.Zero(t, n.byReader.Load())
