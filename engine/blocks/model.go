@@ -84,9 +84,6 @@ func (e *Engine) Model(m Model) (engine.Model, error) {
 	return made, nil
 }
 
-// quick is a model that is Quick, on a Helper.
-type quick struct{ *model }
-
 // guard runs a model's own code, a panic of which becomes an error.
 func guard(name string, f func() error) (err error) {
 	defer engine.Recovered(name, &err)
@@ -143,6 +140,9 @@ func (m *model) Open(ctx context.Context, c engine.Call) (engine.Run, error) {
 	}
 	return m.start(ctx, c, p, b)
 }
+
+// quick is a model that is Quick, on a Helper.
+type quick struct{ *model }
 
 // AtOnce implements engine.Immediate.
 func (m quick) AtOnce(c engine.Call, data []byte) bool {

@@ -190,7 +190,7 @@ func (g *guest) answered(a *link.Answer) error {
 	}
 	if own {
 		f.work.Done(r.err, r.times)
-		runtime.Gosched() // who waits for the results runs on this thread: another wakes more slowly
+		runtime.Gosched() // lets the goroutine that waits for the results run on this thread: another wakes more slowly
 	}
 	return nil
 }
@@ -296,8 +296,8 @@ func (g *guest) sendLater(m link.Message, f *flight) {
 	})
 }
 
-// sendOne sends a message, and reports whether it is done with it; where it may wait it always is. A block for whose text
-// there is no memory is over, and so is a guest that cannot be told.
+// sendOne sends a message, and reports whether it is done with it, as it always is where it may wait. It ends
+// a block for whose text there is no memory, and a guest that cannot be told.
 func (g *guest) sendOne(m link.Message, f *flight, wait bool) (done bool) {
 	run, ok := m.(*link.Run)
 	if !wait {

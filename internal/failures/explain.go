@@ -16,11 +16,11 @@ import (
 
 var (
 	// ErrShutdown is the cause with which everything ends when a server is closed.
-	ErrShutdown = errors.New("serving: shutting down")
+	ErrShutdown = errors.New("failures: shutting down")
 	// ErrMemory is wrapped when the memory budget has no room for a request.
-	ErrMemory = errors.New("serving: no room in the memory budget")
+	ErrMemory = errors.New("failures: no room in the memory budget")
 	// ErrPorts is wrapped when the inputs of a call do not match the model's ports.
-	ErrPorts = errors.New("serving: inputs do not match the model")
+	ErrPorts = errors.New("failures: inputs do not match the model")
 )
 
 // TryLater returns a refusal that may not recur later.

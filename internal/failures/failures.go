@@ -1,6 +1,6 @@
 // Package failures remembers why calls failed, the last of them, and logs it: the first of each
-// kind always, later ones as a sample, so that a peer that causes many does not fill the disk. It also says what
-// the callers are told.
+// kind always, later ones as a sample, so that a peer that causes many does not fill the disk. It also
+// says what callers are told.
 //
 // It refuses to decide who may know: server does. A Log is safe for concurrent use.
 package failures

@@ -49,5 +49,5 @@ func TestABriefConnectionReadsWritesAndEndsAsAnyOther(t *testing.T) {
 	}
 	piped, other := net.Pipe()
 	defer func() { _, _ = piped.Close(), other.Close() }()
-	require.Equal(t, piped, link.Brief(piped), "it is no socket")
+	require.Equal(t, piped, link.Brief(piped), "a pipe is not a socket")
 }

@@ -208,7 +208,7 @@ func (q *sequence) unuse() {
 	q.over(q.lost)
 }
 
-// stateless reports whether there is no model's code in giving up q, or no q.
+// stateless reports whether q is nil or has no state: then giving it up runs no code of a model.
 func (q *sequence) stateless() bool { return q == nil || q.state == nil }
 
 // lose notes how the run of a step was closed.

@@ -290,9 +290,9 @@ func (c *call) Event(m *stream.Machine, now stream.Instant, e stream.Event) {
 	}
 }
 
-// ready starts a call that is ready and has not begun. If all its inputs are single chunks that need no credit, it starts with
-// the last of them, so that no goroutine waits for it, unless its time is limited or it is a step, which has its
-// turn. The session is locked.
+// ready starts a call that is ready and has not begun. If all its inputs are single chunks that need no
+// credit, it waits for the last of them, so that no goroutine has to: unless the call's time is limited, or
+// it is a step, which takes its turn now. The session is locked.
 func (c *call) ready(m *stream.Machine) {
 	part, comes := c.part, false
 	for _, in := range c.inputs {

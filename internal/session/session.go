@@ -193,8 +193,8 @@ func (s *Session) DoSend(f func(m *stream.Machine, now stream.Instant)) {
 	}
 }
 
-// send sends the next frame, unless somebody else sends. A caller who reads, and has given the only open call
-// at most so many bytes to send, leaves it to the writer, too, where that might wait, as for a turn to encode; others say -1.
+// send sends the next frame, unless somebody else is sending. If most is not negative, the caller reads: then
+// send leaves to the writer what might wait, all but most bytes, not encoded, of the only open call.
 func (s *Session) send(most int) {
 	select {
 	case s.sending <- struct{}{}:
@@ -332,7 +332,7 @@ type Turn struct {
 	passed  bool
 }
 
-// Pass has another goroutine read on. Who has a turn passes it before waiting for anything.
+// Pass has another goroutine read on. The holder of a turn passes it before it waits for anything.
 func (t *Turn) Pass() {
 	if t == nil || t.passed {
 		return
@@ -359,8 +359,8 @@ func (t *Turn) end() {
 	}
 }
 
-// DoSend is that of the session, for who has a turn and gives the call at most so many bytes to send: what would
-// wait for anybody is left to the writer.
+// DoSend is Session.DoSend for the holder of a turn, who gives the call at most bytes to send. It leaves to
+// the writer what might wait.
 func (t *Turn) DoSend(bytes int, f func(m *stream.Machine, now stream.Instant)) {
 	if t.passed {
 		bytes = -1
